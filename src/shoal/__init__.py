@@ -1,0 +1,50 @@
+"""Train, tune and serve PyTorch models across the machines you have.
+
+Importing this package is cheap: torch and every engine are imported when a name that needs them is first used.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from shoal.spec.errors import (
+    BugError,
+    MemberLost,
+    PlanError,
+    Preempted,
+    ShoalError,
+    UserError,
+    WorkerError,
+)
+from shoal.version import __version__
+
+if TYPE_CHECKING:
+    from shoal.run import launch
+    from shoal.train.loop import Trainer
+
+__all__ = [
+    "BugError",
+    "MemberLost",
+    "PlanError",
+    "Preempted",
+    "ShoalError",
+    "Trainer",
+    "UserError",
+    "WorkerError",
+    "__version__",
+    "launch",
+]
+
+_LAZY = {"Trainer": "shoal.train.loop", "launch": "shoal.run"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

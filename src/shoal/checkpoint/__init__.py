@@ -1,0 +1,1 @@
+"""steps -> disk: what must survive, and a store that keeps it."""

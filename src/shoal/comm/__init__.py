@@ -1,0 +1,1 @@
+"""steps -> bytes: groups that move flat buffers between workers."""

@@ -1,0 +1,1 @@
+"""nodes -> workers: the Engine protocol and the engines that start workers."""

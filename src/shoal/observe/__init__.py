@@ -1,0 +1,1 @@
+"""events -> eyes: journal, metrics, and what they tell people."""

@@ -1,0 +1,1 @@
+"""What travels between the parts of shoal: frozen data, no I/O, no torch."""

@@ -1,0 +1,46 @@
+"""Something that happened in a run, as it is journaled and sent."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One fact about a run.
+
+    `kind` is a word from `docs/glossary.md`; `time` is seconds since the epoch; `data` holds plain JSON values.
+    `rank` is None for what the launcher saw.
+    """
+
+    kind: str
+    time: float
+    rank: int | None = None
+    step: int | None = None
+    generation: int = 0
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """What one rank measured in one step. Durations are seconds and add up to the step's time.
+
+    compute: forward and backward. communicate: moving and summing gradients, and the optimizer's share of it.
+    wait: idle until others arrived. load: idle until the data was there. other: what is left.
+    `waited_for` is the rank that arrived last, or None where nobody was waited for.
+    """
+
+    step: int
+    time: float
+    epoch: int
+    loss: float
+    num_samples: int
+    global_samples: int
+    lr: float
+    compute: float
+    communicate: float
+    wait: float
+    load: float
+    other: float
+    waited_for: int | None = None
+    grad_norm: float | None = None

@@ -1,0 +1,1 @@
+"""Shipped, so that others can test their engine: clock, faults, contracts."""

@@ -1,0 +1,1 @@
+"""workers -> steps: the training loop, and how a model is cut and its copies agree."""

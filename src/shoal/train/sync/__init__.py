@@ -1,0 +1,1 @@
+"""How the copies of a model agree."""
