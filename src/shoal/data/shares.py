@@ -1,0 +1,131 @@
+"""How much of each step a worker gets: in proportion to its measured speed, and re-balanced while running.
+
+Everything here is a function of numbers that every worker has, in plain float arithmetic, so all of them come to
+the same answer without asking each other.
+"""
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
+from statistics import median
+
+from shoal.spec.errors import BugError
+
+
+def assign(num_shards: int, shares: Sequence[float]) -> tuple[range, ...]:
+    """Give each worker a contiguous range of shards, in proportion to its share.
+
+    Every shard is given once. A worker with a share above zero gets at least one as long as there are enough; with
+    fewer shards than such workers the largest shares get one each. What proportion leaves over goes to whoever
+    lacks most, the lower rank first.
+    """
+    counts = _count_shards(num_shards, shares)
+    ends = list(accumulate(counts))
+    return tuple(range(end - count, end) for count, end in zip(counts, ends, strict=True))
+
+
+def _count_shards(num_shards: int, shares: Sequence[float]) -> list[int]:
+    total = float(sum(shares))
+    if not total > 0 or min(shares) < 0:
+        raise BugError(f"Shares {list(shares)} cannot be handed out: they must be 0 or more, and not all 0.")
+    wanted = [num_shards * share / total for share in shares]
+    enough = num_shards >= sum(share > 0 for share in shares)
+    least = [1 if share > 0 and enough else 0 for share in shares]
+    counts = [max(int(want), low) for want, low in zip(wanted, least, strict=True)]
+    while (left := num_shards - sum(counts)) != 0:
+        step = 1 if left > 0 else -1
+        able = [rank for rank, share in enumerate(shares) if share > 0 and (step > 0 or counts[rank] > least[rank])]
+        counts[max(able, key=lambda rank: (step * (wanted[rank] - counts[rank]), -rank))] += step
+    return counts
+
+
+def rebalance(
+    shares: Sequence[float],
+    seconds_per_sample: Sequence[float | None],
+    *,
+    num_shards: int,
+    min_gain: float = 0.05,
+) -> tuple[float, ...]:
+    """New shares from the measured seconds per sample of each worker; None where nothing was measured.
+
+    A step lasts as long as its slowest worker, so the ideal share is inverse to the seconds. Nothing changes unless
+    whole shards at the ideal make the step faster by `min_gain`: less is noise. Shares then move a part of the way:
+    half of it for a gain that might be noise, nearly all of it for one that cannot be. Unmeasured workers and those
+    with share 0 keep what they have. Returns shares that sum to 1.
+    """
+    total = float(sum(shares))
+    current = tuple(share / total for share in shares)
+    known = [rank for rank, seconds in enumerate(seconds_per_sample) if seconds and current[rank] > 0]
+    if len(known) < 2:
+        return current
+    ideal = _ideal_shares(current, seconds_per_sample, known)
+    now = _step_seconds(num_shards, current, seconds_per_sample)
+    gain = 1 - _step_seconds(num_shards, ideal, seconds_per_sample) / now
+    if gain < min_gain:
+        return current
+    damping = gain / (gain + min_gain)
+    return tuple(old + damping * (new - old) for old, new in zip(current, ideal, strict=True))
+
+
+def _ideal_shares(
+    current: tuple[float, ...], seconds: Sequence[float | None], known: Sequence[int]
+) -> tuple[float, ...]:
+    speeds = {rank: 1 / (seconds[rank] or 1.0) for rank in known}
+    scale = sum(current[rank] for rank in known) / sum(speeds.values())
+    return tuple(speeds[rank] * scale if rank in speeds else share for rank, share in enumerate(current))
+
+
+def _step_seconds(num_shards: int, shares: Sequence[float], seconds: Sequence[float | None]) -> float:
+    """How long a step takes its slowest measured worker, in shards as they would really be handed out."""
+    counts = _count_shards(num_shards, shares)
+    return max(count * (each or 0.0) for count, each in zip(counts, seconds, strict=True))
+
+
+class Speed:
+    """A worker's seconds per sample: the median of its last steps, so that one hiccup does not count."""
+
+    def __init__(self, window: int = 16) -> None:
+        self._recent: deque[float] = deque(maxlen=window)
+
+    def add(self, seconds: float, num_samples: int) -> None:
+        if num_samples:
+            self._recent.append(seconds / num_samples)
+
+    def clear(self) -> None:
+        self._recent.clear()
+
+    def seconds_per_sample(self) -> float | None:
+        """None until a step was measured."""
+        return median(self._recent) if self._recent else None
+
+
+class Schedule:
+    """Which shards are whose, step by step: a function of the step that changes only in the future.
+
+    Workers plan steps ahead, some further than others. A change therefore names the step it begins with, beyond what
+    any worker can have planned (the current step + loader depth + 1), and all workers make the same change.
+    """
+
+    def __init__(self, num_shards: int, shares: Sequence[float]) -> None:
+        self.num_shards = num_shards
+        self._starts = [0]
+        self._shares = [tuple(shares)]
+        self._ranges = [assign(num_shards, shares)]
+        self._asked = -1
+
+    def at(self, step: int) -> tuple[range, ...]:
+        """The shards of each rank in this step."""
+        self._asked = max(self._asked, step)
+        return self._ranges[bisect_right(self._starts, step) - 1]
+
+    def shares_at(self, step: int) -> tuple[float, ...]:
+        return self._shares[bisect_right(self._starts, step) - 1]
+
+    def change(self, step: int, shares: Sequence[float]) -> None:
+        """Use other shares from this step on. A step that was already planned cannot change any more."""
+        if step <= max(self._asked, self._starts[-1] if len(self._starts) > 1 else -1):
+            raise BugError(f"Shares cannot change at step {step}: step {self._asked} was planned with the old ones.")
+        self._ranges.append(assign(self.num_shards, shares))
+        self._shares.append(tuple(shares))
+        self._starts.append(step)
