@@ -83,9 +83,13 @@ class WorkerError(ShoalError):
 
 
 class MemberLost(ShoalError):
-    """A member of the World is gone. Survivors go on without it; the step is redone."""
+    """A member of the World is gone. Survivors go on without it; the step is redone.
+
+    `ranks` names the missing ones, as far as the one who raises knows.
+    """
 
     exit_code = 4
+    ranks: tuple[int, ...] = ()
 
 
 class Preempted(ShoalError):
