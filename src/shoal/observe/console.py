@@ -54,6 +54,7 @@ class Console:
         self._progress: dict[int, dict[str, Any]] = {}
         self._is_progress_new = False
         self._drawn_columns = 0
+        self._is_mid_line = False
         self._next_draw = 0.0
         self._next_plain: float | None = None
         self._prefixes: dict[tuple[int, ...], str] = {}
@@ -119,12 +120,15 @@ class Console:
             known = [moment for moment in due if moment is not None]
             return max(0.0, min(known) - self._clock()) if known else None
 
-    def erase(self) -> None:
-        """Take the progress line away, for someone who is about to print past this console; `tick` brings it back."""
+    def give_way(self, stream: TextIO, text: str) -> int:
+        """Let this process itself print `text` on `stream`: the progress line goes first and comes back later."""
         with self._lock:
             if self._drawn_columns:
                 self._write(self._erasure())
                 self._is_progress_new = True
+            if text:
+                self._is_mid_line = not text.endswith("\n")
+            return stream.write(text)
 
     def close(self) -> None:
         """Print everything held back, leave the last progress on a line of its own, and write no more."""
@@ -137,7 +141,8 @@ class Console:
             if self._progress and (self.is_tty or self._is_progress_new):
                 lines.append(progress_text(self._progress, self._width() - 1 if self.is_tty else None))
             self._progress.clear()
-            self._write(self._erasure() + "".join(f"{line}\n" for line in lines))
+            start = "\n" if self._is_mid_line and lines else self._erasure()
+            self._write(start + "".join(f"{line}\n" for line in lines))
             self._is_open = False
 
     def _add(self, rank: int, lines: Iterable[str]) -> None:
@@ -181,7 +186,7 @@ class Console:
             self._write(self._erasure() + self._drawing())
 
     def _is_draw_due(self) -> bool:
-        if not self._is_progress_new:
+        if not self._is_progress_new or self._is_mid_line:
             return False
         now = self._clock()
         if self.is_tty:

@@ -40,16 +40,28 @@ def encode(event: Event, max_bytes: int | None = None) -> bytes:
     know become their text. Where the line would be longer than `max_bytes`, long texts lose their middle and long
     lists their end, and `data` says `"truncated": true`.
     """
-    plain = replace(event, kind=event.kind[:64], data=to_plain(event.data))
-    line = msgspec.json.encode(plain)
+    plain = event if _is_plain(event) else replace(event, kind=to_plain(event.kind[:64]), data=to_plain(event.data))
+    line = _encoder.encode(plain)
     if max_bytes is None or len(line) < max_bytes:
         return line
     for limit in _TEXT_LIMITS:
         shorter = replace(plain, data={**_shorten(plain.data, limit), "truncated": True})
-        line = msgspec.json.encode(shorter)
+        line = _encoder.encode(shorter)
         if len(line) < max_bytes:
             return line
-    return msgspec.json.encode(replace(plain, data={"truncated": True}))
+    return _encoder.encode(replace(plain, data={"truncated": True}))
+
+
+def _is_plain(event: Event) -> bool:
+    """Whether an event needs no care: short words and finite numbers only, like the progress sent all the time."""
+    for value in event.data.values():
+        kind = type(value)
+        if kind is float or kind is int:
+            if not -1e300 < value < 1e300 or (kind is int and abs(value) >= 1 << 63):
+                return False
+        elif value is not None:
+            return False
+    return event.kind.isascii() and len(event.kind) <= 64
 
 
 def to_plain(value: Any, depth: int = 8) -> Any:
@@ -87,15 +99,16 @@ def _shorten(value: Any, limit: int) -> Any:
     return value
 
 
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Event, strict=False)
+
+
 def decode(line: bytes | str) -> Event | None:
     """The event of one line, or None where the line is not one: torn, or not ours."""
     try:
         return _decoder.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-
-
-_decoder = msgspec.json.Decoder(Event, strict=False)
 
 
 def read(path: str, on_damage: Callable[[bytes], None] | None = None) -> Iterator[Event]:

@@ -104,11 +104,11 @@ class Tail:
         self.offset += len(data)
         return data
 
-    def read_lines(self, limit: int = 1 << 20) -> bytes:
-        """New complete lines as one block of bytes that ends with a newline, or empty."""
+    def read_lines(self, limit: int = 1 << 20) -> bytes | None:
+        """New complete lines as one block that ends with a newline (it may be empty); None where nothing is new."""
         data = self.read(limit)
         if not data:
-            return b""
+            return None
         data = self._rest + data
         end = data.rfind(b"\n") + 1
         self._rest = data[end:]

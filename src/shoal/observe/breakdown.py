@@ -1,0 +1,212 @@
+"""Where the time of a run went, and who was waited for. Pure: metrics in, numbers out."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shoal.spec.event import StepMetrics
+
+MAX_WARMUP_STEPS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Parts of the time, which add up to 1 (or are all 0 where no time was measured)."""
+
+    compute: float = 0.0
+    communicate: float = 0.0
+    wait: float = 0.0
+    load: float = 0.0
+    other: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimes:
+    """What one rank did after warm-up. Means are per step, in seconds.
+
+    `own_seconds` is what the rank spent on its own part (compute, load, other): what others wait for.
+    `num_waited_for` counts the pairs (step, waiting rank) that named this rank as the last to arrive and
+    `waited_seconds` adds up what they waited.
+    `start_delay_seconds` is how much later than the earliest rank it was done with its own part of its first step.
+    """
+
+    rank: int
+    num_steps: int
+    num_samples: int
+    step_seconds: float
+    own_seconds: float
+    compute_seconds: float
+    load_seconds: float
+    shares: Shares
+    num_waited_for: int = 0
+    waited_seconds: float = 0.0
+    start_delay_seconds: float = 0.0
+
+    @property
+    def compute_seconds_per_sample(self) -> float:
+        return self.compute_seconds * self.num_steps / self.num_samples if self.num_samples else 0.0
+
+    @property
+    def samples_per_step(self) -> float:
+        return self.num_samples / self.num_steps if self.num_steps else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """Where the time of a run went. Warm-up is counted apart: the first steps pay for things that happen once.
+
+    `slowest` is the rank with the longest own part per step, None with a single rank. `samples_per_second` is over
+    the wall time from the end of warm-up to the last step, pauses between steps included.
+    """
+
+    num_steps: int
+    warmup_steps: int
+    warmup_seconds: float
+    wall_seconds: float
+    step_median_seconds: float
+    step_p99_seconds: float
+    samples_per_second: float
+    shares: Shares
+    ranks: tuple[RankTimes, ...]
+    slowest: int | None
+    first_loss: float | None = None
+    last_loss: float | None = None
+    num_bad_losses: int = 0
+    first_bad_step: int | None = None
+
+
+def break_down(metrics: Mapping[int, Sequence[StepMetrics]]) -> Breakdown | None:
+    """The breakdown of the metrics of all ranks; None where no step was recorded.
+
+    Costs about a second for a million lines.
+    """
+    metrics = {rank: steps for rank, steps in sorted(metrics.items()) if steps}
+    if not metrics:
+        return None
+    lead = next(iter(metrics.values()))
+    seconds = [step_seconds(step) for step in lead]
+    warmup = count_warmup(seconds)
+    steady = {rank: steps[warmup:] or steps[-1:] for rank, steps in metrics.items()}
+    ranks = tuple(_with_waits([_rank_times(rank, steps) for rank, steps in steady.items()], steady, metrics))
+    ordered = sorted(seconds[warmup:])
+    wall = lead[-1].time - lead[warmup].time + seconds[warmup]
+    bad = [step.step for step in lead if not _is_finite(step.loss)]
+    return Breakdown(
+        num_steps=len(lead),
+        warmup_steps=warmup,
+        warmup_seconds=sum(seconds[:warmup]),
+        wall_seconds=wall,
+        step_median_seconds=ordered[len(ordered) // 2],
+        step_p99_seconds=ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
+        samples_per_second=sum(step.global_samples for step in steady[min(steady)]) / wall if wall > 0 else 0.0,
+        shares=_mean_shares(ranks),
+        ranks=ranks,
+        slowest=max(ranks, key=lambda times: times.own_seconds).rank if len(ranks) > 1 else None,
+        first_loss=lead[0].loss,
+        last_loss=lead[-1].loss,
+        num_bad_losses=len(bad),
+        first_bad_step=bad[0] if bad else None,
+    )
+
+
+def step_seconds(step: StepMetrics) -> float:
+    """How long a step took on the rank that measured it."""
+    return step.compute + step.communicate + step.wait + step.load + step.other
+
+
+def count_warmup(seconds: Sequence[float]) -> int:
+    """How many steps at the start are warm-up: the first, and those after it that take twice the usual time.
+
+    Never more than 20 steps nor a third of the run, and none in a run of fewer than 3 steps.
+    """
+    if len(seconds) < 3:
+        return 0
+    usual = median(seconds[1:])
+    count = 1
+    while count < min(MAX_WARMUP_STEPS, len(seconds) // 3) and seconds[count] > 2 * usual:
+        count += 1
+    return count
+
+
+def _rank_times(rank: int, steps: Sequence[StepMetrics]) -> RankTimes:
+    samples = 0
+    compute = communicate = wait = load = other = 0.0
+    for step in steps:
+        samples += step.num_samples
+        compute += step.compute
+        communicate += step.communicate
+        wait += step.wait
+        load += step.load
+        other += step.other
+    total, num_steps = compute + communicate + wait + load + other, len(steps)
+    scale = 1 / total if total > 0 else 0.0
+    return RankTimes(
+        rank=rank,
+        num_steps=num_steps,
+        num_samples=samples,
+        step_seconds=total / num_steps,
+        own_seconds=(compute + load + other) / num_steps,
+        compute_seconds=compute / num_steps,
+        load_seconds=load / num_steps,
+        shares=Shares(
+            compute=compute * scale,
+            communicate=communicate * scale,
+            wait=wait * scale,
+            load=load * scale,
+            other=other * scale,
+        ),
+    )
+
+
+def _with_waits(
+    times: list[RankTimes], steady: Mapping[int, Sequence[StepMetrics]], metrics: Mapping[int, Sequence[StepMetrics]]
+) -> list[RankTimes]:
+    counts: dict[int, int] = {}
+    seconds: dict[int, float] = {}
+    for rank, steps in steady.items():
+        for step in steps:
+            last = step.waited_for
+            if last is not None and last != rank:
+                counts[last] = counts.get(last, 0) + 1
+                seconds[last] = seconds.get(last, 0.0) + step.wait
+    arrivals = {rank: _first_arrival(steps[0]) for rank, steps in metrics.items()}
+    earliest = min(arrivals.values())
+    return [
+        replace(
+            one,
+            num_waited_for=counts.get(one.rank, 0),
+            waited_seconds=seconds.get(one.rank, 0.0),
+            start_delay_seconds=arrivals[one.rank] - earliest,
+        )
+        for one in times
+    ]
+
+
+def _first_arrival(step: StepMetrics) -> float:
+    """When a rank was done with its own part of its first step: what it then waited is not its delay."""
+    return step.time - step.wait - step.communicate
+
+
+def _mean_shares(ranks: Sequence[RankTimes]) -> Shares:
+    total = sum(one.step_seconds * one.num_steps for one in ranks)
+    if total <= 0:
+        return Shares()
+
+    def mean(name: str) -> float:
+        return sum(float(getattr(one.shares, name)) * one.step_seconds * one.num_steps for one in ranks) / total
+
+    return Shares(
+        compute=mean("compute"),
+        communicate=mean("communicate"),
+        wait=mean("wait"),
+        load=mean("load"),
+        other=mean("other"),
+    )
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value (the upper one of two); 0 where there are none. `statistics` is slow to import."""
+    return sorted(values)[len(values) // 2] if values else 0.0
+
+
+def _is_finite(value: float) -> bool:
+    return value - value == 0

@@ -1,0 +1,167 @@
+"""What a breakdown means: who is slow and why, what to change, and what that would gain. Pure."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from shoal.observe.breakdown import Breakdown
+from shoal.observe.finding import WORTH_SAYING, Finding, ms, percent
+from shoal.observe.straggler import longest_step, slow_rank
+from shoal.spec.event import Event
+
+COMMUNICATION_BOUND = 0.15
+MUCH_ELSE = 0.15
+
+
+def diagnose(breakdown: Breakdown | None, events: Sequence[Event] = ()) -> list[Finding]:
+    """What is wrong with a run, the largest gain first; one finding that says so where nothing is."""
+    if breakdown is None:
+        return []
+    found = [finding for rule in RULES for finding in rule(breakdown)]
+    found += _too_many_threads(breakdown, events)
+    if not any(finding.gain or finding.kind == "bad_loss" for finding in found):
+        found.append(_healthy(breakdown))
+    return sorted(found, key=lambda finding: -(finding.gain or 0.0))
+
+
+def input_bound(breakdown: Breakdown) -> Iterable[Finding]:
+    """All ranks wait for data."""
+    loads = sorted(times.load_seconds for times in breakdown.ranks)
+    gain = loads[len(loads) // 2] / longest_step(breakdown)
+    if gain >= WORTH_SAYING:
+        yield Finding(
+            kind="input_bound",
+            what="Steps wait for data.",
+            why=f"loading takes {percent(gain)} of a step more than what happens in the background",
+            change="raise `num_loaders=`, or prepare the data once and store it in the form the model takes",
+            gain=gain,
+        )
+
+
+def communication_bound(breakdown: Breakdown) -> Iterable[Finding]:
+    """Moving gradients takes a large part of each step."""
+    share = min((times.shares.communicate for times in breakdown.ranks), default=0.0)
+    if len(breakdown.ranks) > 1 and share >= COMMUNICATION_BOUND:
+        yield Finding(
+            kind="communication_bound",
+            what=f"Moving and summing gradients takes {percent(share)} of a step.",
+            why="its cost does not depend on the batch, and there is too little computing to hide it behind",
+            change="double `batch_size`, or use fewer workers with more threads each (`--threads`)",
+            gain=share / 2,
+        )
+
+
+def uneven_steps(breakdown: Breakdown) -> Iterable[Finding]:
+    """Ranks take turns in being late: nobody is slow, yet everybody waits."""
+    if len(breakdown.ranks) < 2:
+        return
+    wait = min(times.shares.wait for times in breakdown.ranks)
+    if wait >= WORTH_SAYING:
+        yield Finding(
+            kind="uneven_steps",
+            what=f"Every rank waits {percent(wait)} of the time or more, but not for the same one.",
+            why="steps of one rank vary: samples of different length, or other work on these cores",
+            change="leave a core free, use fewer workers, or batch samples of like length",
+            gain=wait,
+        )
+
+
+def much_else(breakdown: Breakdown) -> Iterable[Finding]:
+    """Time that is neither computing nor moving nor waiting."""
+    share = min((times.shares.other for times in breakdown.ranks), default=0.0)
+    if share >= MUCH_ELSE:
+        yield Finding(
+            kind="much_else",
+            what=f"{percent(share)} of a step is spent outside of forward, backward and communication.",
+            why=f"at {ms(breakdown.step_median_seconds)} a step the fixed cost of a step counts",
+            change="double `batch_size`; do less in the loop between steps",
+            gain=share / 2,
+        )
+
+
+def late_start(breakdown: Breakdown) -> Iterable[Finding]:
+    """A rank came late to its first step; that is paid once."""
+    if len(breakdown.ranks) < 2:
+        return
+    late = max(breakdown.ranks, key=lambda times: times.start_delay_seconds)
+    if late.start_delay_seconds >= 1.0:
+        yield Finding(
+            kind="late_start",
+            rank=late.rank,
+            what=f"Rank {late.rank} came {late.start_delay_seconds:.1f} s late to its first step.",
+            why="it was launched late or prepared longer; paid once, it does not slow the steps after it",
+            change="where runs are short, look at what the script does before training on this rank",
+        )
+
+
+def long_warmup(breakdown: Breakdown) -> Iterable[Finding]:
+    """Most of the time went into the first steps."""
+    total = breakdown.warmup_seconds + breakdown.wall_seconds
+    if breakdown.warmup_seconds > 0.25 * total and breakdown.warmup_seconds > 1.0:
+        yield Finding(
+            kind="long_warmup",
+            what=f"Warm-up took {breakdown.warmup_seconds:.1f} s of {total:.1f} s of training.",
+            why="first steps start threads, fill caches and compile; longer runs pay the same",
+        )
+
+
+def rare_long_steps(breakdown: Breakdown) -> Iterable[Finding]:
+    """A few steps take many times the usual time."""
+    ratio = breakdown.step_p99_seconds / (breakdown.step_median_seconds or 1e-9)
+    if ratio >= 3 and breakdown.num_steps >= 100:
+        yield Finding(
+            kind="rare_long_steps",
+            what=f"One step in a hundred takes {ratio:.1f} times as long as usual.",
+            why="something else now and then: other processes, evaluating, saving, collecting garbage",
+            change="compare the times of the longest steps with the events below",
+        )
+
+
+def bad_loss(breakdown: Breakdown) -> Iterable[Finding]:
+    """The loss was not a number."""
+    if breakdown.num_bad_losses:
+        yield Finding(
+            kind="bad_loss",
+            what=f"The loss is not a finite number from step {breakdown.first_bad_step} on"
+            f" ({breakdown.num_bad_losses} steps).",
+            change="lower the learning rate, clip gradients, or look at the samples of that step",
+        )
+
+
+def _too_many_threads(breakdown: Breakdown, events: Sequence[Event]) -> Iterable[Finding]:
+    facts = {name: value for event in events if event.kind == "settings" for name, value in event.data.items()}
+    threads, cores = (_setting(facts.get(name)) for name in ("threads_per_worker", "num_cores"))
+    workers = len(breakdown.ranks)
+    if threads and cores and workers * threads > cores:
+        yield Finding(
+            kind="too_many_threads",
+            what=f"{workers} workers with {threads} threads each share {cores} cores.",
+            why="threads that take turns on a core make every step wait for the one whose turn is last",
+            change=f"use `--threads {max(1, cores // workers)}`"
+            + ("" if workers <= cores else f" and at most `-n {cores}`"),
+        )
+
+
+def _setting(value: object) -> int:
+    if isinstance(value, dict):
+        value = value.get("value")
+    return value if isinstance(value, int) else 0
+
+
+def _healthy(breakdown: Breakdown) -> Finding:
+    return Finding(
+        kind="healthy",
+        what=f"Nothing stands out: {percent(breakdown.shares.compute)} of the time is computing.",
+        change="" if len(breakdown.ranks) > 1 else "more workers or threads are what is left to try: `-n auto`",
+    )
+
+
+RULES: tuple[Callable[[Breakdown], Iterable[Finding]], ...] = (
+    slow_rank,
+    input_bound,
+    communication_bound,
+    uneven_steps,
+    much_else,
+    late_start,
+    long_warmup,
+    rare_long_steps,
+    bad_loss,
+)

@@ -1,0 +1,148 @@
+"""What the training loop talks to: events, metrics, and progress, at a cost it does not notice."""
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Self, TextIO
+
+from shoal.observe.console import Console
+from shoal.observe.control import ControlPipe
+from shoal.observe.journal import Journal
+from shoal.observe.metrics import MetricsWriter
+from shoal.observe.pace import Pace
+from shoal.spec.event import Event, StepMetrics
+
+PROGRESS_SECONDS = 0.2
+OTHERS_PROGRESS_SECONDS = 1.0
+
+
+class Recorder:
+    """Records one worker's part of a run.
+
+    With a run folder, events go to its journal and steps to its metrics. Progress goes to the launcher through
+    `control_fd`, at most 5 times a second (once a second from ranks other than 0, for their shares of time). Without
+    a launcher rank 0 shows progress itself, on stderr. Nothing here raises into the run. A step costs about 3 µs.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | None,
+        rank: int,
+        world_size: int,
+        control_fd: int | None = None,
+        *,
+        generation: int = 0,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.rank, self.world_size, self.generation = rank, world_size, generation
+        self._clock = clock
+        self._pid = os.getpid()
+        self._control = ControlPipe(control_fd) if control_fd is not None else None
+        self._is_console_ours = console is None and control_fd is None and rank == 0
+        self._console = Console(sys.stderr) if self._is_console_ours else console
+        if self._console and self._is_console_ours:
+            guard_streams(self._console)
+        self._journal = Journal(os.path.join(run_dir, "journal.jsonl"), self._report) if run_dir else None
+        self._metrics = MetricsWriter(run_dir, rank, self._report) if run_dir else None
+        self._pace = Pace(clock())
+        self._num_steps: int | None = None
+        self._progress_every = PROGRESS_SECONDS if rank == 0 else OTHERS_PROGRESS_SECONDS
+        self._next_progress = 0.0
+        self._has_news = False
+        atexit.register(self.close)
+
+    def event(self, kind: str, step: int | None = None, **data: Any) -> None:
+        """Write an event to the journal; an `error` also goes to the launcher, and is never dropped."""
+        event = self._make(kind, step, data)
+        if self._journal:
+            self._journal.write(event)
+        if kind == "error" and self._control:
+            self._control.send(event)
+
+    def step(self, metrics: StepMetrics, num_steps: int | None = None) -> None:
+        """Record one step. `num_steps` is how many there will be, where that is known."""
+        if self._metrics:
+            self._metrics.write(metrics)
+        now = self._clock()
+        self._pace.add(metrics, now)
+        self._num_steps = num_steps
+        self._has_news = True
+        if now >= self._next_progress:
+            self._publish(now)
+
+    def close(self) -> None:
+        """Publish the last progress, write what is left, give the terminal back. Safe to call twice."""
+        atexit.unregister(self.close)
+        if os.getpid() != self._pid:
+            return  # a forked child: all of this is its parent's
+        self._pid = -1
+        if self._has_news:
+            self._publish(self._clock())
+        if self._is_console_ours:
+            release_streams()
+        for part in (self._metrics, self._journal, self._control, self._console if self._is_console_ours else None):
+            if part:
+                part.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _publish(self, now: float) -> None:
+        self._next_progress = now + self._progress_every
+        self._has_news = False
+        if not self._control and not self._console:
+            return
+        data = self._pace.summarize(now, self._num_steps, self.world_size)
+        event = self._make("progress", data.get("step"), data)
+        if self._control:
+            self._control.offer(event)
+        elif self._console:
+            self._console.progress(event)
+
+    def _make(self, kind: str, step: int | None, data: dict[str, Any]) -> Event:
+        return Event(kind=kind, time=time.time(), rank=self.rank, step=step, generation=self.generation, data=data)
+
+    def _report(self, trouble: str) -> None:
+        if self._console:
+            self._console.note(f"shoal: {trouble}")
+        elif sys.stderr:
+            print(f"shoal: {trouble}", file=sys.stderr)
+
+
+class PoliteStream:
+    """A standard stream that takes the progress line away before it writes. Everything else is the stream's own."""
+
+    def __init__(self, stream: TextIO, console: Console) -> None:
+        self.stream = stream
+        self._console = console
+
+    def write(self, text: str) -> int:
+        return self._console.give_way(self.stream, text)
+
+    def writelines(self, lines: Any) -> None:
+        self.write("".join(lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def guard_streams(console: Console) -> None:
+    """Make prints of this process step around the progress line, where both are on a terminal."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if console.is_tty and stream is not None and stream.isatty():
+            setattr(sys, name, PoliteStream(stream, console))
+
+
+def release_streams() -> None:
+    """Give the standard streams back, unless someone has put others in their place since."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, PoliteStream):
+            setattr(sys, name, stream.stream)
