@@ -1,0 +1,112 @@
+"""Write one checkpoint: whole and durable, or not at all. And decide which older ones are no longer needed."""
+
+import errno
+import os
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from shoal.checkpoint import disk, facts, read
+from shoal.checkpoint import manifest as manifests
+from shoal.checkpoint.layout import FilePlan, header, plan_files
+from shoal.checkpoint.manifest import FileEntry, Manifest
+from shoal.checkpoint.read import Entry
+from shoal.checkpoint.state import State, describe
+from shoal.spec.errors import UserError
+
+MAX_STEP = 10**15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A state without its bytes: what will be written, in which files. It holds no reference to the caller's data."""
+
+    step: int
+    facts: bytes
+    plans: tuple[FilePlan, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(plan.data_bytes for plan in self.plans)
+
+
+def draft(state: State, max_file_bytes: int) -> Draft:
+    """Plan the files of a state. What can never be saved is a UserError that names the tensor or fact."""
+    if isinstance(state.step, bool) or not isinstance(state.step, int) or not 0 <= state.step <= MAX_STEP:
+        raise UserError(f"{state.step!r} is not a step.", why="steps are counted from 0", hint="pass a whole number")
+    entries = [describe(name, tensor) for name, tensor in state.tensors.items()]
+    plans = plan_files(entries, max_file_bytes)
+    return Draft(step=state.step, facts=facts.encode(state.facts), plans=tuple(plans))
+
+
+def write_checkpoint(folder: Path, planned: Draft, data: Iterable[memoryview]) -> Path:
+    """Write the files into a hidden folder, fsync them, and give the folder its name; returns its path.
+
+    Nothing is left behind if any of it fails. The caller holds the folder's lock.
+    """
+    _check_space(folder, planned.num_bytes)
+    there = read.list_checkpoints(folder)
+    hidden = disk.begin(folder, _name(planned.step))
+    try:
+        files = [_write_tensors(hidden, plan, view) for plan, view in zip(planned.plans, data, strict=True)]
+        found = Manifest(
+            step=planned.step,
+            sequence=1 + max((entry.sequence for entry in there), default=0),
+            saved_at=time.time(),
+            facts=msgspec.Raw(planned.facts),
+            files=tuple(files),
+        )
+        disk.write_file(hidden / manifests.NAME, [manifests.encode(found)])
+        final = _free_path(folder, planned.step)
+        disk.publish(hidden, final)
+    except BaseException:
+        with suppress(OSError):
+            disk.discard(hidden)
+        raise
+    return final
+
+
+def _check_space(folder: Path, num_bytes: int) -> None:
+    free = disk.free_bytes(folder)
+    if free < num_bytes:
+        raise OSError(errno.ENOSPC, f"{num_bytes:,} bytes are needed, {free:,} are free")
+
+
+def _write_tensors(folder: Path, plan: FilePlan, data: memoryview) -> FileEntry:
+    start = header(plan.tensors)
+    size, sha256 = disk.write_file(folder / plan.name, [start, data])
+    return FileEntry(plan.name, size, sha256, len(start), plan.tensors)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:09d}"
+
+
+def _free_path(folder: Path, step: int) -> Path:
+    """`step-000000100`, or `step-000000100-2` if that is taken: two renames to swap folders could lose both."""
+    path, number = folder / _name(step), 1
+    while os.path.lexists(path):
+        number += 1
+        path = folder / f"{_name(step)}-{number}"
+    return path
+
+
+def pick_doomed(entries: Iterable[Entry], keep: int | None) -> list[Entry]:
+    """Which checkpoints may go, given all of them with the last saved first.
+
+    The `keep` last ones of different steps stay, counting only those without a problem. What has no readable
+    manifest stays too: it may come from a newer shoal, and someone may want to look at it.
+    """
+    doomed: list[Entry] = []
+    kept: set[int] = set()
+    for entry in entries:
+        is_surplus = entry.step in kept or (keep is not None and len(kept) >= keep)
+        if is_surplus and entry.sequence >= 0:
+            doomed.append(entry)
+        elif not entry.problem:
+            kept.add(entry.step)
+    return doomed
