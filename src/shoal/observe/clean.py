@@ -42,6 +42,11 @@ def _reveal(character: str) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
+def one_line(value: object) -> str:
+    """Anything as one clean line: white space, line ends too, becomes single spaces."""
+    return clean(" ".join(str(value).split()))
+
+
 def last_state(line: str) -> str:
     """What a line shows in the end, where carriage returns (progress bars) wrote over it."""
     if "\r" not in line:

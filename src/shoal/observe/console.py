@@ -35,6 +35,7 @@ class Console:
         stream: TextIO,
         *,
         num_workers: int = 1,
+        has_prefix: bool | None = None,
         is_tty: bool | None = None,
         use_color: bool | None = None,
         width: Callable[[], int] | None = None,
@@ -47,7 +48,7 @@ class Console:
         self._clock = clock
         self._lock = threading.RLock()
         self._is_open = True
-        self._has_prefix = num_workers > 1
+        self._has_prefix = num_workers > 1 if has_prefix is None else has_prefix
         self._fold = Fold(num_workers)
         self._partial: dict[int, bytes] = {}
         self._partial_rank = -1
@@ -62,15 +63,16 @@ class Console:
     def feed(self, rank: int, data: bytes) -> None:
         """Take raw output of a worker, cut anywhere. Only complete lines are printed."""
         with self._lock:
-            data = self._partial.pop(rank, b"") + data
-            block, _, rest = data.rpartition(b"\n") if b"\n" in data else (None, b"", data)
+            head, newline, rest = (self._partial.pop(rank, b"") + data).rpartition(b"\n")
+            # Of a progress bar only the newest state is kept: it may go on for hours without a newline.
+            rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]
             if len(rest) > MAX_PARTIAL_BYTES:
-                block, rest = data, b""
+                head, newline, rest = head + newline + rest, b"\n", b""
             if rest:
                 self._partial[rank], self._partial_rank = rest, rank
                 self._is_progress_new |= not self._progress
-            if block is not None:
-                self._add(rank, block.decode("utf-8", "replace").split("\n"))
+            if newline:
+                self._add(rank, head.decode("utf-8", "replace").split("\n"))
             else:
                 self._draw_if_due()
 

@@ -130,14 +130,14 @@ def _too_many_threads(breakdown: Breakdown, events: Sequence[Event]) -> Iterable
     facts = {name: value for event in events if event.kind == "settings" for name, value in event.data.items()}
     threads, cores = (_setting(facts.get(name)) for name in ("threads_per_worker", "num_cores"))
     workers = len(breakdown.ranks)
-    if threads and cores and workers * threads > cores:
-        yield Finding(
-            kind="too_many_threads",
-            what=f"{workers} workers with {threads} threads each share {cores} cores.",
-            why="threads that take turns on a core make every step wait for the one whose turn is last",
-            change=f"use `--threads {max(1, cores // workers)}`"
-            + ("" if workers <= cores else f" and at most `-n {cores}`"),
-        )
+    if not threads or not cores or workers * threads <= cores:
+        return
+    yield Finding(
+        kind="too_many_threads",
+        what=f"{workers} workers with {threads} thread{'s' * (threads != 1)} each share {cores} cores.",
+        why="threads that take turns on a core make every step wait for the one whose turn is last",
+        change=f"use `--threads {cores // workers}`" if workers <= cores else f"use at most `-n {cores}`",
+    )
 
 
 def _setting(value: object) -> int:

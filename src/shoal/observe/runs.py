@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,6 +77,20 @@ def _number(value: Any) -> float | None:
 
 def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) else None
+
+
+def list_logs(run_dir: str) -> dict[int, int]:
+    """The size in bytes of each rank's log."""
+    try:
+        with os.scandir(os.path.join(run_dir, "logs")) as entries:
+            sizes = {
+                int(match[1]): entry.stat().st_size
+                for entry in entries
+                if (match := re.fullmatch(r"(\d{1,9})\.log", entry.name))
+            }
+    except OSError:
+        return {}
+    return dict(sorted(sizes.items()))
 
 
 def list_runs(home: str) -> list[RunInfo]:

@@ -1,0 +1,208 @@
+"""`shoal explain`: what became of a run, where its time went, and what to change."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from shoal.observe import journal
+from shoal.observe.breakdown import Breakdown, break_down
+from shoal.observe.clean import clean, one_line
+from shoal.observe.diagnose import diagnose
+from shoal.observe.finding import Finding
+from shoal.observe.metrics import MetricsReader
+from shoal.observe.runs import RunInfo, find_run, list_logs, read_run
+from shoal.spec.errors import UserError
+from shoal.spec.event import Event
+
+# Kinds that are told elsewhere or are too many to tell.
+_TOLD_ELSEWHERE = frozenset({"progress", "settings", "error", "exit", "start", "end", "epoch"})
+MAX_NOTES = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One value in effect, and where it came from: default, argument, command line, measured, ..."""
+
+    name: str
+    value: str
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Something worth knowing: the first event of its kind, and how many there were."""
+
+    kind: str
+    count: int
+    time: float
+    text: str = ""
+    rank: int | None = None
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Why a run failed: the first error anybody reported."""
+
+    message: str
+    why: str = ""
+    hint: str = ""
+    where: str = ""
+    rank: int | None = None
+    step: int | None = None
+    others: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """All that can be said about a run. `seconds` is None where its end is not known.
+
+    `exits` holds the exit code of each rank that reported one, `log_bytes` the size of each rank's log, and
+    `num_damaged` counts lines of journal and metrics that could not be read.
+    """
+
+    run: RunInfo
+    seconds: float | None
+    breakdown: Breakdown | None
+    findings: tuple[Finding, ...] = ()
+    settings: tuple[Setting, ...] = ()
+    notes: tuple[Note, ...] = ()
+    cause: Cause | None = None
+    exits: Mapping[int, int]
+    log_bytes: Mapping[int, int]
+    num_damaged: int = 0
+
+    def text(self, width: int = 80, *, is_ascii: bool = False) -> str:
+        """The explanation as people read it, no line longer than `width` columns."""
+        from shoal.observe.report import write_report
+
+        return write_report(self, width, is_ascii=is_ascii)
+
+    def json(self) -> bytes:
+        """The explanation as one JSON object; numbers that JSON does not have become text."""
+        import msgspec
+
+        return msgspec.json.encode(journal.to_plain(msgspec.to_builtins(self, str_keys=True)))
+
+
+def explain(run_dir: str) -> Explanation:
+    """Read a run folder, finished or not, and explain it. Raises UserError where it is not a run folder."""
+    run = read_run(run_dir)
+    if run is None:
+        raise UserError(f"{clean(run_dir)} is not a run folder.", hint="`shoal ps` lists the runs there are")
+    damaged: list[bytes] = []
+    events = list(journal.read(os.path.join(run_dir, "journal.jsonl"), damaged.append))
+    reader = MetricsReader(run_dir)
+    breakdown = break_down(reader.read_new())
+    return Explanation(
+        run=run,
+        seconds=_seconds(run, events),
+        breakdown=breakdown,
+        findings=tuple(diagnose(breakdown, events)),
+        settings=find_settings(events),
+        notes=find_notes(events),
+        cause=find_cause(events),
+        exits=find_exits(events),
+        log_bytes=list_logs(run_dir),
+        num_damaged=len(damaged) + reader.num_damaged,
+    )
+
+
+def _seconds(run: RunInfo, events: Sequence[Event]) -> float | None:
+    if run.ended is not None:
+        return run.ended - run.created
+    if run.status == "running":
+        import time
+
+        return time.time() - run.created
+    # Lost: all that is known is how long it was heard of.
+    return max(event.time for event in events) - run.created if events else None
+
+
+def find_settings(events: Iterable[Event]) -> tuple[Setting, ...]:
+    """Values of the newest `settings` events: `{name: {"value": ..., "source": ...}}`, or `{name: value}`."""
+    found: dict[str, Setting] = {}
+    for event in events:
+        if event.kind == "settings":
+            for name, entry in event.data.items():
+                value, source = (
+                    (entry.get("value"), entry.get("source", "")) if isinstance(entry, dict) else (entry, "")
+                )
+                found[name] = Setting(name=one_line(name), value=one_line(value), source=one_line(source))
+    return tuple(found[name] for name in sorted(found))
+
+
+def find_notes(events: Iterable[Event]) -> tuple[Note, ...]:
+    """Events worth knowing, equal kinds counted, in order of their first appearance."""
+    groups: dict[str, list[Event]] = {}
+    for event in events:
+        if event.kind not in _TOLD_ELSEWHERE:
+            groups.setdefault(event.kind, []).append(event)
+    notes = [
+        Note(
+            kind=one_line(kind),
+            count=len(group),
+            time=group[-1].time,
+            rank=group[-1].rank,
+            step=group[-1].step,
+            text=describe(group[-1].data),
+        )
+        for kind, group in groups.items()
+    ]
+    return tuple(notes[:MAX_NOTES])
+
+
+def describe(data: Mapping[str, Any]) -> str:
+    """The data of an event in one line: its message where it has one, else its values."""
+    if "message" in data:
+        return one_line(data["message"])
+    return one_line(", ".join(f"{name} {value}" for name, value in data.items()))[:200]
+
+
+def find_cause(events: Iterable[Event]) -> Cause | None:
+    """The first error anybody reported."""
+    errors = sorted((event for event in events if event.kind == "error"), key=lambda event: event.time)
+    if not errors:
+        return None
+    first = errors[0]
+    data = {name: one_line(value) for name, value in first.data.items() if value}
+    kind = data.get("type", "")
+    message = data.get("message", "") or kind or "unknown error"
+    is_plain = kind in ("", "UserError", "WorkerError", "ShoalError", message)
+    return Cause(
+        message=message if is_plain else f"{kind}: {message}",
+        why=data.get("why", ""),
+        hint=data.get("hint", ""),
+        where=data.get("where", ""),
+        rank=first.rank,
+        step=first.step if first.step is not None else _whole(first.data.get("step")),
+        others=len(errors) - 1,
+    )
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def find_exits(events: Iterable[Event]) -> dict[int, int]:
+    """The exit code of each rank, from `exit` events."""
+    exits = {}
+    for event in events:
+        if event.kind == "exit":
+            rank = _whole(event.data.get("rank", event.rank))
+            code = _whole(event.data.get("code"))
+            if rank is not None and code is not None:
+                exits[rank] = code
+    return dict(sorted(exits.items()))
+
+
+def print_explanation(home: str, text: str, stream: TextIO, *, as_json: bool, width: int) -> int:
+    """What `shoal explain RUN` does; returns the exit code."""
+    explanation = explain(find_run(home, text).path)
+    if as_json:
+        stream.write(explanation.json().decode() + "\n")
+    else:
+        encoding = (getattr(stream, "encoding", None) or "ascii").lower()
+        stream.write(explanation.text(width, is_ascii=not encoding.startswith("utf")))
+    return 0

@@ -1,0 +1,98 @@
+"""`shoal ps`: the runs there are, one a line."""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TextIO
+
+from shoal.observe.clean import clean, columns, fit
+from shoal.observe.lines import last_lines
+from shoal.observe.runs import RunInfo, list_runs
+from shoal.observe.status import duration, number
+
+MAX_SHOWN = 20
+_TITLES = ("RUN", "STATUS", "WORKERS", "TIME", "STEP", "LOSS", "COMMAND")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One run as it is listed. `step` and `loss` are the newest of rank 0, None where it records none."""
+
+    run: RunInfo
+    seconds: float | None
+    step: int | None
+    loss: float | None
+
+
+def list_rows(home: str, now: float) -> list[Row]:
+    """A row for each run under `home`, newest first."""
+    return [_row(run, now) for run in list_runs(home)]
+
+
+def _row(run: RunInfo, now: float) -> Row:
+    ended = now if run.status == "running" else run.ended
+    step, loss = newest_step(run.path)
+    return Row(run=run, seconds=None if ended is None else max(0.0, ended - run.created), step=step, loss=loss)
+
+
+def newest_step(run_dir: str) -> tuple[int | None, float | None]:
+    """Step and loss of the last whole line that rank 0 wrote; cost does not grow with the file."""
+    # Not through `metrics`, which imports msgspec: this must stay as cheap as the rest of `shoal ps`.
+    lines, _ = last_lines(os.path.join(run_dir, "metrics-0.jsonl"), 2, block_bytes=2048)
+    for line in reversed(lines.split(b"\n")):
+        try:
+            data = json.loads(line)
+            return int(data["step"]), float(data["loss"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return None, None
+
+
+def table(rows: Sequence[Row], width: int) -> str:
+    """Runs as aligned text, no line longer than `width` columns; the command takes what is left."""
+    cells = [_TITLES, *(_cells(row) for row in rows)]
+    used = [index for index, title in enumerate(_TITLES) if any(row[index] for row in cells[1:]) or title == "RUN"]
+    widths = {index: max(columns(row[index]) for row in cells) for index in used}
+    lines = ["  ".join(row[index] + " " * (widths[index] - columns(row[index])) for index in used) for row in cells]
+    return "\n".join(fit(line.rstrip(), width) for line in lines) + "\n"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    run = row.run
+    return (
+        clean(run.name),
+        clean(run.status) + (f" ({run.exit_code})" if run.exit_code else ""),
+        "" if run.num_workers is None else str(run.num_workers),
+        "" if row.seconds is None else duration(row.seconds),
+        "" if row.step is None else str(row.step),
+        "" if row.loss is None else number(row.loss),
+        clean(run.command),
+    )
+
+
+def to_json(rows: Sequence[Row]) -> str:
+    """The rows as a JSON array; a loss that is not finite becomes text."""
+    return json.dumps([_plain(row) for row in rows], default=str)
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    loss = row.loss if row.loss is None or row.loss - row.loss == 0 else str(row.loss)
+    facts = asdict(row.run)
+    del facts["facts"]
+    return {**facts, "seconds": row.seconds, "step": row.step, "loss": loss}
+
+
+def print_runs(home: str, stream: TextIO, *, as_json: bool, show_all: bool, width: int) -> int:
+    """What `shoal ps` does: running and newest runs, or all of them; returns the exit code."""
+    rows = list_rows(home, time.time())
+    shown = rows if show_all else [row for i, row in enumerate(rows) if i < MAX_SHOWN or row.run.status == "running"]
+    if as_json:
+        stream.write(to_json(shown) + "\n")
+    elif rows:
+        more = len(rows) - len(shown)
+        stream.write(table(shown, width) + (f"and {more} older runs: `shoal ps --all`\n" if more else ""))
+    else:
+        stream.write(f"no runs in {clean(os.path.join(home, 'runs'))}; start one with `shoal run SCRIPT`\n")
+    return 0

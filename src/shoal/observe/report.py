@@ -1,0 +1,181 @@
+"""An explanation as text. Pure: everything is already known."""
+
+import time
+from collections.abc import Iterable, Iterator
+from textwrap import wrap
+from typing import TYPE_CHECKING
+
+from shoal.observe.breakdown import Breakdown, Shares, median
+from shoal.observe.clean import clean, fit
+from shoal.observe.finding import WORTH_SAYING, Finding, ms, percent
+from shoal.observe.fold import name_ranks
+from shoal.observe.status import count, duration, number
+
+if TYPE_CHECKING:
+    from shoal.observe.explain import Cause, Explanation, Note, Setting
+
+_PARTS = ("compute", "communicate", "wait", "load", "other")
+_TITLES = {"communicate": "comm"} | {part: part for part in _PARTS if part != "communicate"}
+_BLOCKS = dict(zip(_PARTS, "█▓░▒·", strict=True))
+_LETTERS = dict(zip(_PARTS, "#=.~ ", strict=True))
+_MAX_RANKS = 16
+
+
+def write_report(explanation: "Explanation", width: int = 80, *, is_ascii: bool = False) -> str:
+    """The whole report, ending with a newline."""
+    width = max(30, width)
+    lines = [*_head(explanation, width)]
+    if explanation.cause:
+        lines += _section("why it failed", _cause(explanation.cause, width))
+    if explanation.breakdown:
+        lines += _section("where the time went", _times(explanation.breakdown, width, is_ascii))
+    if explanation.findings:
+        lines += _section("what to change", _findings(explanation.findings, width))
+    lines += _section("worth knowing", _notes(explanation, width))
+    lines += _section("settings", _settings(explanation.settings))
+    lines = [fit(line.rstrip(), width) for line in lines]
+    # Not cut: people copy the path.
+    lines += _section("files", _files(explanation))
+    text = "\n".join(lines) + "\n"
+    return text.encode("ascii", "replace").decode() if is_ascii else text
+
+
+def _section(title: str, body: Iterable[str]) -> list[str]:
+    lines = [f"  {line}" for line in body]
+    return ["", title, *lines] if lines else []
+
+
+def _head(explanation: "Explanation", width: int) -> Iterator[str]:
+    run = explanation.run
+    status = run.status + (f" (exit code {run.exit_code})" if run.exit_code else "")
+    took = f" after {duration(explanation.seconds)}" if explanation.seconds is not None else ""
+    workers = f", {run.num_workers} worker{'s' * (run.num_workers != 1)}" if run.num_workers else ""
+    yield from _wrapped(f"{clean(run.name)}: {status}{took}{workers}", width, "  ")
+    if run.status == "lost":
+        yield from _wrapped("  its launcher ended without a word (killed, or the machine went down)", width, "  ")
+    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.created))
+    yield f"  started {started}" + (f" on {clean(run.host)}" if run.host else "")
+    if run.command:
+        yield fit(f"  $ {clean(run.command)}", width)
+    codes = {code for code in explanation.exits.values() if code}
+    for code in sorted(codes):
+        ranks = name_ranks(rank for rank, its in explanation.exits.items() if its == code)
+        how = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
+        yield f"  rank {ranks}: {how}"
+
+
+def _cause(cause: "Cause", width: int) -> Iterator[str]:
+    place = [f"rank {cause.rank}" if cause.rank is not None else "", f"step {cause.step}" if cause.step else ""]
+    yield from _wrapped(f"error: {cause.message}", width - 2, "       ")
+    for label, text in (
+        ("   at: ", ", ".join(part for part in [*place, cause.where] if part)),
+        ("  why: ", cause.why),
+        ("   do: ", cause.hint),
+    ):
+        if text:
+            yield from _wrapped(label + text, width - 2, "       ")
+    if cause.others:
+        yield f"       ({cause.others} more errors followed)"
+
+
+def _times(breakdown: Breakdown, width: int, is_ascii: bool) -> Iterator[str]:
+    first = breakdown.warmup_steps
+    yield from _wrapped(
+        f"{breakdown.num_steps} steps, {ms(breakdown.step_median_seconds)} each (99 % under "
+        f"{ms(breakdown.step_p99_seconds)}), {count(breakdown.samples_per_second)} samples/s"
+        + (f"; not counting {first} of warm-up ({breakdown.warmup_seconds:.1f} s)" if first else ""),
+        width - 2,
+    )
+    if breakdown.last_loss is not None and breakdown.first_loss is not None:
+        yield f"loss {number(breakdown.first_loss)} -> {number(breakdown.last_loss)}"
+    yield ""
+    marks = _LETTERS if is_ascii else _BLOCKS
+    bar = min(40, width - 57) if width >= 66 else 0
+    yield " " * 8 + "".join(f"  {marks[part]} {_TITLES[part]}" for part in _PARTS)
+    yield _row("all", breakdown.shares, bar, marks)
+    if len(breakdown.ranks) > 1:
+        yield from _rank_rows(breakdown, bar, marks)
+        yield ""
+        yield from _wrapped(_slowest(breakdown), width - 2)
+
+
+def _rank_rows(breakdown: Breakdown, bar: int, marks: dict[str, str]) -> Iterator[str]:
+    # With many ranks, those that are waited for most are the ones to see.
+    shown = sorted(breakdown.ranks, key=lambda times: -times.own_seconds)[:_MAX_RANKS]
+    for times in sorted(shown, key=lambda times: times.rank):
+        yield _row(f"rank {times.rank}", times.shares, bar, marks)
+    if len(breakdown.ranks) > len(shown):
+        yield f"and {len(breakdown.ranks) - len(shown)} ranks that are faster"
+
+
+def _slowest(breakdown: Breakdown) -> str:
+    slow = next(times for times in breakdown.ranks if times.rank == breakdown.slowest)
+    typical = median([times.own_seconds for times in breakdown.ranks if times.rank != slow.rank])
+    excess = slow.own_seconds / typical - 1 if typical > 0 else 0.0
+    if excess < WORTH_SAYING:
+        return f"no rank stands out: all need about {ms(slow.own_seconds)} for their own part of a step"
+    text = f"slowest: rank {slow.rank}, {ms(slow.own_seconds)} for its own part of a step; others {ms(typical)}"
+    named = sum(times.num_waited_for for times in breakdown.ranks)
+    return text + (f"; it was the last to arrive in {percent(slow.num_waited_for / named)} of waits" if named else "")
+
+
+def _row(name: str, shares: Shares, bar: int, marks: dict[str, str]) -> str:
+    cells = "".join(f"{round(100 * getattr(shares, part)):{len(_TITLES[part]) + 3}}%" for part in _PARTS)
+    return f"{name:8}{cells}  {_bar(shares, bar, marks)}"
+
+
+def _bar(shares: Shares, bar: int, marks: dict[str, str]) -> str:
+    """A stacked bar of exactly `bar` characters; ends of parts are rounded, so the parts always add up."""
+    text, end = "", 0.0
+    for part in _PARTS:
+        end += getattr(shares, part) * bar
+        text += marks[part] * (round(end) - len(text))
+    return text.ljust(bar)
+
+
+def _findings(findings: Iterable[Finding], width: int) -> Iterator[str]:
+    for finding in findings:
+        gain = f" [{percent(finding.gain)} less time]" if finding.gain else ""
+        yield from _wrapped(f"- {finding.what}{gain}", width - 2, "  ")
+        if finding.why:
+            yield from _wrapped(f"  why: {finding.why}", width - 2, "       ")
+        if finding.change:
+            yield from _wrapped(f"   do: {finding.change}", width - 2, "       ")
+
+
+def _notes(explanation: "Explanation", width: int) -> Iterator[str]:
+    for note in explanation.notes:
+        yield from _wrapped(_note(note), width - 2, "  ")
+    if not explanation.breakdown:
+        yield from _wrapped("no steps were recorded: scripts that use `shoal.Trainer` record theirs", width - 2, "  ")
+    if explanation.num_damaged:
+        yield f"{explanation.num_damaged} damaged lines in journal and metrics were passed over"
+
+
+def _note(note: "Note") -> str:
+    place = [
+        f"rank {note.rank}" if note.rank is not None else "",
+        f"step {note.step}" if note.step is not None else "",
+    ]
+    where = ", ".join(part for part in place if part)
+    times = f" ({note.count} times, the last" if note.count > 1 else " (" if where else ""
+    closing = (f"{' at ' if note.count > 1 and where else ''}{where})") if times else ""
+    return f"{note.kind.replace('_', ' ')}{times}{closing}" + (f": {note.text}" if note.text else "")
+
+
+def _settings(settings: Iterable["Setting"]) -> Iterator[str]:
+    rows = list(settings)
+    wide = max((len(row.name) for row in rows), default=0)
+    for row in rows:
+        yield f"{row.name:{wide}}  {row.value}" + (f"  ({row.source})" if row.source else "")
+
+
+def _files(explanation: "Explanation") -> Iterator[str]:
+    yield clean(explanation.run.path)
+    if explanation.log_bytes:
+        ranks = name_ranks(explanation.log_bytes)
+        yield f"logs of rank {ranks}: {count(sum(explanation.log_bytes.values()))} bytes, see `shoal logs`"
+
+
+def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    return wrap(text, max(20, width), subsequent_indent=indent, break_on_hyphens=False) or [""]
