@@ -201,7 +201,7 @@ def _write_state_dict(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with a storage of its own: torch.save writes the whole storage, even of a view that is a part of it."""
+    """A tensor with a storage of its own: torch.save writes the whole storage, even of a view on a part of it."""
     plain = tensor.detach().cpu()
     return plain if plain.untyped_storage().nbytes() == plain.nbytes else plain.clone()
 

@@ -41,7 +41,7 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What a checkpoint holds. `sequence` grows by one with each save in a folder: the newest has the largest."""
+    """What a checkpoint holds. `sequence` grows with each save in a folder: the newest has the largest."""
 
     step: Count
     sequence: Count

@@ -61,7 +61,8 @@ def step_of(path: Path) -> int | None:
 def list_checkpoints(folder: Path) -> tuple[Entry, ...]:
     """All checkpoints in a folder, the last saved first. Cheap: reads manifests and sizes, no tensor data.
 
-    Those whose manifest cannot be read come last. A folder that is not there has none.
+    Those whose manifest cannot be read come before all others: they may be the newest, and nobody should miss them.
+    A folder that is not there has none.
     """
     try:
         with os.scandir(folder) as found:
@@ -73,7 +74,7 @@ def list_checkpoints(folder: Path) -> tuple[Entry, ...]:
             f"Cannot look for checkpoints in {folder}: {error.strerror}.", hint="check the path"
         ) from error
     entries = [inspect(path, step) for path in paths if (step := step_of(path)) is not None]
-    return tuple(sorted(entries, key=lambda entry: (entry.sequence, entry.step, entry.path.name), reverse=True))
+    return tuple(sorted(entries, key=lambda entry: (entry.sequence < 0, entry.sequence, entry.step), reverse=True))
 
 
 def inspect(path: Path, step: int) -> Entry:

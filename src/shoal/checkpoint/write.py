@@ -49,13 +49,13 @@ def write_checkpoint(folder: Path, planned: Draft, data: Iterable[memoryview]) -
     Nothing is left behind if any of it fails. The caller holds the folder's lock.
     """
     _check_space(folder, planned.num_bytes)
-    there = read.list_checkpoints(folder)
+    sequence = next_sequence(read.list_checkpoints(folder), time.time())
     hidden = disk.begin(folder, _name(planned.step))
     try:
         files = [_write_tensors(hidden, plan, view) for plan, view in zip(planned.plans, data, strict=True)]
         found = Manifest(
             step=planned.step,
-            sequence=1 + max((entry.sequence for entry in there), default=0),
+            sequence=sequence,
             saved_at=time.time(),
             facts=msgspec.Raw(planned.facts),
             files=tuple(files),
@@ -68,6 +68,14 @@ def write_checkpoint(folder: Path, planned: Draft, data: Iterable[memoryview]) -
             disk.discard(hidden)
         raise
     return final
+
+
+def next_sequence(there: Iterable[Entry], now: float) -> int:
+    """A number larger than that of every checkpoint saved before.
+
+    The clock alone may be set back, and counting alone goes wrong where a manifest cannot be read for a moment.
+    """
+    return max(int(now * 1000), *(entry.sequence + 1 for entry in there), 0)
 
 
 def _check_space(folder: Path, num_bytes: int) -> None:
