@@ -1,0 +1,320 @@
+"""Workers as processes of this machine."""
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.engine.engine import CONTROL_FD
+from shoal.engine.guard import signal_group
+from shoal.spec.errors import UserError
+from shoal.spec.job import WorkerExit, WorkerSpec
+
+READ_BYTES = 1 << 16
+PIPE_BYTES = 1 << 18
+# What a worker wrote before it ended fits into its pipe; reading more would be reading what its children still write.
+MAX_LAST_READS = 2 * PIPE_BYTES // READ_BYTES
+LINGER_SECONDS = 0.5
+KILL_SECONDS = 1.0
+_F_SETPIPE_SZ = 1031
+_GUARD_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guard.py")
+
+
+def _ignore(*_: object) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listener:
+    """Who is told what workers do. Called from within `poll` and `stop`, in order for each rank.
+
+    output: raw bytes of a worker, cut anywhere. control: one line of its control channel, whatever is in it.
+    problem: something that went wrong without ending the run, such as a log that cannot be written.
+    """
+
+    output: Callable[[int, bytes], None] = _ignore
+    control: Callable[[int, bytes], None] = _ignore
+    problem: Callable[[str], None] = _ignore
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Worker:
+    """One process and the descriptors that lead to it; -1 is a closed one. Its pid is also its process group."""
+
+    rank: int
+    log_path: str
+    process: subprocess.Popen[bytes]
+    output_fd: int
+    control_fd: int
+    log_fd: int
+    pid_fd: int = -1
+    control_rest: bytes = b""
+    is_log_broken: bool = False
+    linger_until: float | None = None
+
+
+class LocalEngine:
+    """Starts each worker in a session of its own, reads what it writes, and leaves no process behind.
+
+    Nothing happens between calls: output waits in pipes until `poll`. Processes that a worker started end with it,
+    unless they made a session of their own. If this process is killed, the kernel tells the workers, and a guard
+    process ends all that is left of them within 2 s. Must be polled by the thread that called `start`, which must
+    outlive the workers (the kernel watches the thread). Call `stop` in the end, always.
+    """
+
+    def __init__(
+        self,
+        listener: Listener | None = None,
+        *,
+        stdin_fd: int | None = None,
+        inherit_fds: Mapping[int, Sequence[int]] | None = None,
+        wake_fd: int | None = None,
+    ) -> None:
+        """`stdin_fd` becomes the input of rank 0, others read nothing. `inherit_fds` are kept open, by rank.
+
+        When `wake_fd` becomes readable, `poll` returns early; whoever gave it reads it.
+        """
+        self._listener = listener or Listener()
+        self._stdin_fd = stdin_fd
+        self._inherit_fds = inherit_fds or {}
+        self._wake_fd = wake_fd
+        self._selector = selectors.DefaultSelector()
+        self._running: list[_Worker] = []
+        self._lingering: list[_Worker] = []
+        self._exits: list[WorkerExit] = []
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    def start(self, workers: Sequence[WorkerSpec]) -> None:
+        if self._wake_fd is not None:
+            self._selector.register(self._wake_fd, selectors.EVENT_READ, _ignore)
+        try:
+            for spec in workers:
+                self._running.append(self._spawn(spec))
+            # Last, so that no worker waits for it.
+            self._guard = _start_guard([worker.process.pid for worker in self._running])
+        except BaseException:
+            self.stop(0.0)
+            raise
+
+    def poll(self, timeout_seconds: float = 0.0) -> Sequence[WorkerExit]:
+        if not self._exits:
+            self._wait(timeout_seconds)
+        exits, self._exits = self._exits, []
+        return exits
+
+    def stop(self, grace_seconds: float) -> None:
+        self.signal(signal.SIGTERM)
+        self.signal(signal.SIGCONT)
+        self._wait_for_end(grace_seconds)
+        for worker in self._running:
+            worker.process.kill()
+        self._wait_for_end(KILL_SECONDS)
+        self._close()
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The processes that run now, by rank."""
+        return {worker.rank: worker.process.pid for worker in self._running}
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all workers and all they started."""
+        for worker in [*self._running, *self._lingering]:
+            signal_group(worker.process.pid, number)
+
+    def _spawn(self, spec: WorkerSpec) -> _Worker:
+        opened: list[int] = []
+        try:
+            opened.append(os.open(spec.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644))
+            opened.extend(os.pipe())
+            opened.extend(os.pipe())
+            log_fd, output_fd, output_end, control_fd, control_end = opened
+            process = self._execute(spec, output_end, control_end)
+        except OSError as error:
+            _close_all(opened)
+            raise _cannot_start(spec, error) from error
+        except BaseException:
+            _close_all(opened)
+            raise
+        _close_all([output_end, control_end])
+        worker = _Worker(
+            rank=spec.rank,
+            log_path=spec.log_path,
+            process=process,
+            output_fd=output_fd,
+            control_fd=control_fd,
+            log_fd=log_fd,
+            pid_fd=_open_pid_fd(process.pid),
+        )
+        self._watch(worker)
+        return worker
+
+    def _execute(self, spec: WorkerSpec, output_end: int, control_end: int) -> subprocess.Popen[bytes]:
+        _enlarge(output_end)
+        has_input = spec.rank == 0 and self._stdin_fd is not None
+        return subprocess.Popen(
+            [str(control_end) if part == CONTROL_FD else part for part in spec.command],
+            stdin=self._stdin_fd if has_input else subprocess.DEVNULL,
+            stdout=output_end,
+            stderr=output_end,
+            env=dict(spec.env),
+            cwd=spec.working_dir,
+            pass_fds=(control_end, *self._inherit_fds.get(spec.rank, ())),
+            start_new_session=True,
+        )
+
+    def _watch(self, worker: _Worker) -> None:
+        def register(fd: int, call: Callable[[_Worker], bool]) -> None:
+            os.set_blocking(fd, False)
+            self._selector.register(fd, selectors.EVENT_READ, lambda: call(worker))
+
+        register(worker.output_fd, self._read_output)
+        register(worker.control_fd, self._read_control)
+        if worker.pid_fd >= 0:
+            self._selector.register(worker.pid_fd, selectors.EVENT_READ, _ignore)
+
+    def _wait(self, timeout_seconds: float) -> None:
+        if self._lingering or any(worker.pid_fd < 0 for worker in self._running):
+            timeout_seconds = min(timeout_seconds, 0.02)
+        for key, _ in self._selector.select(max(0.0, timeout_seconds)):
+            key.data()
+        for worker in [worker for worker in self._running if worker.process.poll() is not None]:
+            self._retire(worker)
+        for worker in list(self._lingering):
+            self._let_go(worker)
+
+    def _wait_for_end(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self._running and (left := deadline - time.monotonic()) > 0:
+            self._wait(min(left, 0.1))
+
+    def _read_output(self, worker: _Worker) -> bool:
+        """Take one piece of output; False where there is none now."""
+        try:
+            data = os.read(worker.output_fd, READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._unwatch(worker.output_fd)
+            worker.output_fd = -1
+            return False
+        self._log(worker, data)
+        self._listener.output(worker.rank, data)
+        return True
+
+    def _log(self, worker: _Worker, data: bytes) -> None:
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(worker.log_fd, rest) :]
+        except OSError as error:
+            if not worker.is_log_broken:
+                worker.is_log_broken = True
+                self._listener.problem(
+                    f"cannot write {worker.log_path}: {error.strerror}. The run goes on; output is shown, not kept."
+                )
+
+    def _read_control(self, worker: _Worker) -> bool:
+        try:
+            data = os.read(worker.control_fd, READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._unwatch(worker.control_fd)
+            worker.control_fd = -1
+            return False
+        *lines, worker.control_rest = (worker.control_rest + data).split(b"\n")
+        for line in lines:
+            self._listener.control(worker.rank, line)
+        return True
+
+    def _retire(self, worker: _Worker) -> None:
+        """A worker ended: take its last words, then report its exit."""
+        for read, name in ((self._read_control, "control_fd"), (self._read_output, "output_fd")):
+            for _ in range(MAX_LAST_READS):
+                if getattr(worker, name) < 0 or not read(worker):
+                    break
+        self._running.remove(worker)
+        self._exits.append(WorkerExit(rank=worker.rank, code=worker.process.returncode, time=time.time()))
+        if signal_group(worker.process.pid, signal.SIGTERM):
+            signal_group(worker.process.pid, signal.SIGCONT)
+        worker.linger_until = time.monotonic() + LINGER_SECONDS
+        self._lingering.append(worker)
+
+    def _let_go(self, worker: _Worker) -> None:
+        """Forget a worker that ended once everything it started has ended too, which is seen to."""
+        if signal_group(worker.process.pid, 0):
+            if worker.linger_until is not None and time.monotonic() < worker.linger_until:
+                return
+            signal_group(worker.process.pid, signal.SIGKILL)
+        self._lingering.remove(worker)
+        self._tell_guard(f"-{worker.process.pid}\n")
+        for fd in (worker.output_fd, worker.control_fd, worker.pid_fd):
+            self._unwatch(fd)
+        _close_all([worker.log_fd])
+
+    def _unwatch(self, fd: int) -> None:
+        if fd >= 0:
+            self._selector.unregister(fd)
+            os.close(fd)
+
+    def _tell_guard(self, line: str) -> None:
+        if self._guard is not None and self._guard.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._guard.stdin.write(line.encode())
+
+    def _close(self) -> None:
+        while self._lingering:
+            self._wait(0.02)
+        if self._guard is not None:
+            self._guard.kill()
+            self._guard.communicate()
+            self._guard = None
+        self._selector.close()
+        self._selector = selectors.DefaultSelector()
+
+
+def _start_guard(groups: Sequence[int]) -> subprocess.Popen[bytes]:
+    guard = subprocess.Popen(
+        [sys.executable, "-I", "-S", _GUARD_FILE, str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        bufsize=0,
+    )
+    assert guard.stdin is not None
+    guard.stdin.write("".join(f"+{group}\n" for group in groups).encode())
+    return guard
+
+
+def _cannot_start(spec: WorkerSpec, error: OSError) -> UserError:
+    return UserError(
+        f"Worker {spec.rank} could not be started.",
+        why=f"{error.strerror or error}: {error.filename or spec.command[0]}",
+        hint="check the interpreter, the working folder, and the limits of `ulimit -a`",
+    )
+
+
+def _open_pid_fd(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except (OSError, AttributeError):  # an old kernel, or a sandbox: exits are then looked for every 20 ms
+        return -1
+
+
+def _enlarge(pipe: int) -> None:
+    """Let a worker run ahead of a launcher that is busy. Without the privilege the pipe stays as it is."""
+    from fcntl import fcntl
+
+    with contextlib.suppress(OSError):
+        fcntl(pipe, _F_SETPIPE_SZ, PIPE_BYTES)
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,89 @@
+"""Signals that ask a launcher to end, or to pause."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, Self
+
+SAME_SECONDS = 0.2
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(BaseException):
+    """A stop was asked for while the launcher was busy with something that may never end, such as a write."""
+
+
+class StopSignals:
+    """Catches Ctrl-C, SIGTERM and a closed terminal while it is open, and says so through `requested` and `wake_fd`.
+
+    A second one, unless it comes at once (a shell and the kernel may both tell us about a closed terminal), calls
+    `on_second`. Ctrl-Z pauses the workers with the launcher, through `on_pause` and `on_resume`.
+    Signals that were ignored before (`nohup`, `&` in a script) stay ignored. Outside the main thread, where Python
+    allows no signal handlers, nothing is caught. The handlers of before come back in the end.
+    """
+
+    def __init__(self) -> None:
+        self.requested: signal.Signals | None = None
+        self.on_second: Callable[[], None] = _nothing
+        self.on_pause: Callable[[], None] = _nothing
+        self.on_resume: Callable[[], None] = _nothing
+        self.wake_fd, self._wake_end = os.pipe()
+        self._before: dict[signal.Signals, Any] = {}
+        self._may_raise = False
+        self._requested_at = 0.0
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                self._install(number, self._stop)
+            self._install(signal.SIGTSTP, self._pause)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+        os.close(self.wake_fd)
+        os.close(self._wake_end)
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """What is done in here is given up when a stop is asked for."""
+        try:
+            self._may_raise = True
+            yield
+        except Interrupted:
+            pass
+        finally:
+            self._may_raise = False
+
+    def _install(self, number: signal.Signals, handler: Callable[[int, FrameType | None], None]) -> None:
+        before = signal.getsignal(number)
+        if before is not signal.SIG_IGN:
+            self._before[number] = before
+            signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if self.requested is not None:
+            if time.monotonic() > self._requested_at + SAME_SECONDS:
+                self.on_second()
+            return
+        self._requested_at = time.monotonic()
+        self.requested = signal.Signals(number)
+        os.write(self._wake_end, b"!")
+        if self._may_raise:
+            raise Interrupted
+
+    def _pause(self, number: int, frame: FrameType | None) -> None:
+        self.on_pause()
+        # Stopping ourselves with the uncatchable one returns when someone says `fg`.
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self.on_resume()
+
+
+def _nothing() -> None:
+    pass

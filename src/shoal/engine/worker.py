@@ -1,0 +1,270 @@
+"""The first code of a worker: runs the user's program as `python` would, and tells the launcher how it failed.
+
+Run by path, as `python worker.py CONTROL_FD RANK KIND TARGET ...`, and importing nothing of shoal: `--python` may
+name an interpreter that does not have it, and a `shoal.py` beside the user's script must not get in the way. KIND
+says what TARGET is: `script` (a file), `module` (as with `python -m`), `program` (anything executable), or `call`
+(descriptors of a pickled call and of the file for its result).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import time
+
+TYPE_CHECKING = False  # what typing would say; importing it costs more than all the rest here
+if TYPE_CHECKING:
+    from types import ModuleType, TracebackType
+    from typing import Any
+
+SIGTERM = 15
+_LOADER: Any = type(globals()["__loader__"])
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LIBRARY = os.path.dirname(os.path.abspath(os.__file__))
+
+
+def main(control_fd: str, rank: str, kind: str, target: str, *args: str) -> None:
+    """Run what the arguments say. An exception of the program is reported and becomes an exit code."""
+    end_with_parent()
+    control = Control(int(control_fd), int(rank))
+    faulthandler.enable()
+    pid = os.getpid()
+    try:
+        RUN[kind](target, list(args))
+    except BaseException as error:
+        # A child that the program forked is not the worker: it ends as it would without us.
+        if os.getpid() != pid:
+            raise
+        code = control.report(error)
+    else:
+        code = 0
+    sys.exit(code)
+
+
+def end_with_parent() -> None:
+    """Have the kernel send SIGTERM when the launcher dies. Where that cannot be had, the guard process suffices."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    try:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
+    except (ImportError, OSError, AttributeError):
+        return
+    if os.getppid() != parent:
+        sys.exit(128 + SIGTERM)
+
+
+def run_script(path: str, args: list[str]) -> None:
+    """Run a file as `python PATH ARGS` does."""
+    pretend(os.path.dirname(os.path.realpath(path)), [path, *args])
+    full_path = os.path.abspath(path)
+    with open(full_path, "rb") as file:
+        source = file.read()
+    if path.endswith(".pyc") or source.startswith(b"PK\x03\x04"):
+        import runpy
+
+        runpy.run_path(path, run_name="__main__")
+    else:
+        exec(compile(source, full_path, "exec", dont_inherit=True), vars(new_main(full_path)))
+
+
+def run_module(name: str, args: list[str]) -> None:
+    """Run a module as `python -m NAME ARGS` does."""
+    from importlib.util import find_spec
+
+    pretend(os.getcwd(), ["-m", *args])
+    spec = find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = find_spec(name + ".__main__")
+    loader: Any = spec.loader if spec is not None else None
+    code = loader.get_code(spec.name) if spec is not None and loader is not None else None
+    if spec is None or code is None:
+        raise ImportError(f"there is no module {name} that can be run", name=name)
+    sys.argv[0] = spec.origin or name
+    module = new_main(spec.origin)
+    module.__spec__, module.__package__, module.__loader__ = spec, spec.parent, spec.loader
+    exec(code, vars(module))
+
+
+def run_program(path: str, args: list[str]) -> None:
+    """Become another program."""
+    # It does not inherit the pipe, so it must not be told about one.
+    del os.environ["SHOAL_CONTROL_FD"], os.environ["SHOAL_CONTROL_PID"]
+    try:
+        os.execv(path, [path, *args])
+    except OSError as error:
+        sys.exit(f"cannot execute {path}: {error.strerror}")
+
+
+def run_call(payload_fd: str, args: list[str]) -> None:
+    """Call a pickled function and write its pickled result.
+
+    Both descriptors were made by the process that called `shoal.launch` and inherited from it; no name in a file
+    system leads to them.
+    """
+    import json
+    import pickle
+
+    header, _, body = read_all(int(payload_fd)).partition(b"\n")
+    facts = json.loads(header)
+    pretend("", facts["argv"])
+    sys.path[:] = facts["path"]
+    new_main(None)
+    # A module that calls `shoal.launch` while it is imported would start workers without end; `launch` looks at this.
+    os.environ["SHOAL_LOADING_CALL"] = str(os.getpid())
+    function, positional, named = pickle.loads(body)
+    del os.environ["SHOAL_LOADING_CALL"], body
+    result = memoryview(dump_result(function(*positional, **named)))
+    while result:
+        result = result[os.write(int(args[0]), result) :]
+
+
+def dump_result(value: object) -> bytes:
+    try:
+        from cloudpickle import dumps
+    except ImportError:
+        from pickle import dumps
+    try:
+        return bytes(dumps(value))
+    except Exception as error:
+        from shoal.spec.errors import UserError
+
+        raise UserError(
+            f"The function returned a {type(value).__name__} that cannot be sent back.",
+            why=f"{type(error).__name__}: {error}",
+            hint="return plain values, arrays or tensors",
+        ) from error
+
+
+RUN = {"script": run_script, "module": run_module, "program": run_program, "call": run_call}
+
+
+def pretend(first_path: str, argv: list[str]) -> None:
+    """Make `sys` look as if we had never been there."""
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = first_path
+    sys.argv[:] = argv
+
+
+def new_main(path: str | None) -> ModuleType:
+    """An empty `__main__`, so that pickling and processes spawned by the program find the program and not us."""
+    module = type(sys)("__main__")
+    vars(module)["__builtins__"] = sys.modules["builtins"]
+    if path is not None:
+        vars(module).update(__file__=path, __cached__=None, __loader__=_LOADER("__main__", path))
+    sys.modules["__main__"] = module
+    return module
+
+
+class Control:
+    """The pipe to the launcher. Ours is a copy: whoever else uses the pipe may close theirs."""
+
+    def __init__(self, fd: int, rank: int) -> None:
+        self.fd = os.dup(fd)
+        self.rank = rank
+        # Programs that the worker starts could not know what it is.
+        os.set_inheritable(fd, False)
+        os.environ["SHOAL_CONTROL_FD"] = str(fd)
+        os.environ["SHOAL_CONTROL_PID"] = str(os.getpid())
+
+    def report(self, error: BaseException) -> Any:
+        """Say on the pipe and on stderr what went wrong; returns what to give to `sys.exit`."""
+        trace = error.__traceback__ = users_part(error.__traceback__)
+        if isinstance(error, SystemExit):
+            if error.code not in (None, 0):
+                message = error.code if isinstance(error.code, str) else f"exit code {error.code}"
+                self.send(error, {"message": message}, place_of(error))
+            return error.code
+        errors = sys.modules.get("shoal.spec.errors")
+        if errors is not None and isinstance(error, errors.ShoalError):
+            return self.report_ours(error)
+        self.send(error, {"message": text_of(error)}, place_of(error))
+        sys.excepthook(type(error), error, trace)
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+    def report_ours(self, error: Any) -> Any:
+        """An error that says itself what to do is shown without a traceback; the launcher still gets one."""
+        error.at(rank=self.rank, where=place_of(error))
+        facts = {"message": error.message, "why": error.why, "hint": error.hint, "step": error.step}
+        self.send(error, facts, error.where)
+        sys.stdout.flush()
+        sys.stderr.write(error.render() + "\n")
+        return error.exit_code
+
+    def send(self, error: BaseException, facts: dict[str, Any], where: str) -> None:
+        import json
+        import traceback
+
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        data = {"type": type(error).__qualname__, "where": where, "traceback": "".join(lines)[-20000:], **facts}
+        data["message"] = str(data["message"])[:4000]
+        event = {"kind": "error", "time": time.time(), "rank": self.rank, "step": facts.get("step"), "data": data}
+        send_all(self.fd, json.dumps(event).encode() + b"\n")
+
+
+def users_part(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without our own frames, which come before the program's."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
+
+
+def place_of(error: BaseException) -> str:
+    """`file:line` of the innermost frame in the user's own code, or of the innermost at all."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{shorten(error.filename)}:{error.lineno}"
+    trace, place = error.__traceback__, ("", 0)
+    while trace is not None:
+        frame = (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+        place = frame if is_users(frame[0]) or not is_users(place[0]) else place
+        trace = trace.tb_next
+    return f"{shorten(place[0])}:{place[1]}" if place[0] else ""
+
+
+def is_users(filename: str) -> bool:
+    if filename == getattr(sys.modules["__main__"], "__file__", None):
+        return True
+    is_library = filename.startswith(("<frozen", _PACKAGE, _LIBRARY)) or "-packages" + os.sep in filename
+    return bool(filename) and not is_library
+
+
+def shorten(path: str) -> str:
+    here = os.path.join(os.getcwd(), "")
+    return path[len(here) :] if path.startswith(here) else path
+
+
+def text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as failure:  # a user's __str__ may do anything
+        return f"<no text: {type(failure).__name__}>"
+
+
+def read_all(fd: int) -> bytes:
+    # Every worker reads the same descriptor, so nobody may move its position.
+    size, data = os.fstat(fd).st_size, bytearray()
+    while len(data) < size:
+        data += os.pread(fd, size - len(data), len(data))
+    return bytes(data)
+
+
+def send_all(fd: int, data: bytes) -> None:
+    """Write everything, waiting up to 5 s at a time for a slow reader; gives up where nobody reads."""
+    import select
+
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[os.write(fd, rest) :]
+        except BlockingIOError:
+            if not select.select([], [fd], [], 5)[1]:
+                return
+        except OSError:
+            return
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,242 @@
+"""Wiring: from a job to workers that run, and back to what became of them."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TextIO
+
+from shoal.engine.entry import entry_of, find_python
+from shoal.engine.env import RunFacts, is_loading_call, shoal_home
+from shoal.engine.fit import PLAIN_WORKER_BYTES, TORCH_WORKER_BYTES, check_memory
+from shoal.engine.machine import available_cores
+from shoal.engine.ports import ReservedPorts
+from shoal.engine.signals import StopSignals
+from shoal.engine.story import as_error, tell_failures
+from shoal.observe.folder import RunFolder, claim, create, read_facts
+from shoal.spec.errors import ShoalError, UserError
+from shoal.spec.job import Job
+from shoal.version import __version__
+from shoal.watch import Crew, Outcome, Watch, say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """Where a run is kept and what it starts from.
+
+    `dir` is the run folder itself; without it, a folder `name` under SHOAL_HOME/runs, or one with a new name.
+    A folder that holds a run already is refused unless `is_resumed`.
+    """
+
+    dir: str | None = None
+    name: str | None = None
+    is_resumed: bool = False
+    has_tensorboard: bool = False
+    command: Sequence[str] = ()
+
+
+def run_job(job: Job, *, keep: Keep | None = None, out: TextIO | None = None, is_quiet: bool = False) -> Outcome:
+    """Run a job on this machine and show it: output of workers on `out` (stdout), our own words on stderr.
+
+    Raises UserError, before anything has started, for a job that cannot work. A worker's failure is shown and
+    returned, not raised. Ctrl-C, SIGTERM and a closed terminal end all workers within 3 s.
+    """
+    entry = entry_of(job)
+    num_workers = choose_workers(job) if job.num_workers is None else job.num_workers
+    check_memory(num_workers, PLAIN_WORKER_BYTES if entry[0] == "program" else TORCH_WORKER_BYTES, job.options)
+    job = replace(job, num_workers=num_workers)
+    crew = Crew(job=job, python=find_python(job.python), entry_of=lambda rank: entry, stdin_fd=_stdin_fd())
+    with StopSignals() as stops:
+        outcome = _run(crew, keep or Keep(), stops, None if is_quiet else out or sys.stdout)
+    _tell(outcome, is_quiet)
+    return outcome
+
+
+def launch(
+    function: Callable[..., Any],
+    num_workers: int = 2,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    run_dir: str | None = None,
+    threads_per_worker: int | None = None,
+    is_quiet: bool = False,
+) -> list[Any]:
+    """Call `function(*args, **kwargs)` in `num_workers` new processes; returns what each returned, by rank.
+
+    The processes see the same variables as under `shoal run` (RANK, WORLD_SIZE, ...). Functions of a script or a
+    notebook cell, lambdas and closures need cloudpickle (`pip install 'shoal[notebook]'`); the script itself is not
+    run again, so it needs no `if __name__ == "__main__"`. If a worker fails, the others are stopped and WorkerError
+    is raised with its traceback. Interrupting the call ends all workers.
+    """
+    from shoal.engine.call import CallFiles, name_of, pack_call
+
+    _check_launch(function, num_workers)
+    job = Job(
+        script=f"<{name_of(function)}>",
+        num_workers=num_workers,
+        threads_per_worker=threads_per_worker,
+        env=dict(env or {}),
+        working_dir=os.getcwd(),
+    )
+    check_memory(num_workers, TORCH_WORKER_BYTES if "torch" in sys.modules else PLAIN_WORKER_BYTES, job.options)
+    keep = Keep(dir=run_dir, command=("shoal.launch", name_of(function)))
+    with CallFiles(pack_call(function, args, kwargs or {}), num_workers) as files:
+        inherit = {rank: files.fds_of(rank) for rank in range(num_workers)}
+        crew = Crew(job=job, python=sys.executable, entry_of=files.entry_of, inherit_fds=inherit)
+        outcome = _run(crew, keep, None, None if is_quiet else sys.stdout)
+        if outcome.failures:
+            raise _remote_error(outcome)
+        return [files.read_result(rank) for rank in range(num_workers)]
+
+
+def _check_launch(function: Callable[..., Any], num_workers: int) -> None:
+    if not callable(function):
+        raise UserError(f"launch needs a function, not a {type(function).__name__}.")
+    if not isinstance(num_workers, int) or num_workers < 1:
+        raise UserError(f"num_workers is {num_workers!r}.", why="a run needs at least 1 worker")
+    if is_loading_call():
+        raise UserError(
+            "shoal.launch was called while a worker imported the module of its function.",
+            why="every worker would start workers of its own, without end",
+            hint='put the call under `if __name__ == "__main__":`',
+        )
+
+
+def _remote_error(outcome: Outcome) -> ShoalError:
+    error = as_error(outcome.failures[0])
+    if error.remote_traceback:
+        error.add_note(f"\nIn worker {error.rank}:\n{error.remote_traceback.rstrip()}")
+    error.add_note(f"logs: {os.path.join(outcome.run_dir, 'logs')}")
+    return error
+
+
+def choose_workers(job: Job) -> int:
+    """How many workers `-n auto` means: one a core that this process may use."""
+    cores = available_cores()
+    say(f"shoal: {cores} workers, one for each core (-n auto)")
+    return cores
+
+
+def _run(crew: Crew, keep: Keep, stops: StopSignals | None, out: TextIO | None) -> Outcome:
+    """Keep the run in a folder, see it through, and say in the folder what became of it."""
+    job = crew.job
+    num_ports = crew.num_workers if job.framework == "tensorflow" else 0
+    with ExitStack() as stack:
+        folder = stack.enter_context(_open_folder(job, keep))
+        ports = stack.enter_context(ReservedPorts(1 + num_ports))
+        facts = RunFacts(
+            name=folder.name,
+            dir=folder.path,
+            num_workers=crew.num_workers,
+            master_port=ports.numbers[0],
+            worker_ports=ports.numbers[1:],
+            cores=available_cores(),
+            is_resumed=keep.is_resumed,
+            has_tensorboard=keep.has_tensorboard,
+        )
+        watch = Watch(folder, facts, stops, out)
+        try:
+            outcome = watch.run(crew)
+        except BaseException as error:
+            is_failure = isinstance(error, Exception)
+            _note_end(
+                folder, "failed" if is_failure else "stopped", getattr(error, "exit_code", 1) if is_failure else 130
+            )
+            raise
+        _note_end(folder, outcome.status, outcome.exit_code)
+        return outcome
+
+
+def _open_folder(job: Job, keep: Keep) -> RunFolder:
+    hidden = dict.fromkeys(job.env, "***")
+    facts = {
+        "command": [_hide_env(part, job.env) for part in keep.command],
+        "job": asdict(replace(job, env=hidden)),
+        "num_workers": job.num_workers,
+        "versions": {"shoal": __version__, "python": sys.version.split()[0]} | _torch_version(),
+    }
+    home = shoal_home()
+    now = time.time()
+    if keep.dir is None and keep.name is None:
+        from random import SystemRandom
+
+        return create(home, job.script or job.module or "run", facts, now, SystemRandom())
+    path = keep.dir if keep.dir is not None else os.path.join(home, "runs", keep.name or "")
+    if not keep.is_resumed:
+        _check_unused(path)
+    folder = claim(path, facts, now)
+    _link(folder, home)
+    return folder
+
+
+def _hide_env(part: str, env: Mapping[str, str]) -> str:
+    name, has_value, _ = part.removeprefix("--env=").partition("=")
+    return f"{part[: len(part) - len(part.removeprefix('--env='))]}{name}=***" if has_value and name in env else part
+
+
+def _torch_version() -> dict[str, str]:
+    """Read from the names of installed packages: asking torch itself would take a second."""
+    for folder in sys.path:
+        try:
+            names = os.listdir(folder or ".")
+        except OSError:
+            continue
+        for name in names:
+            if name.startswith("torch-") and name.endswith(".dist-info"):
+                return {"torch": name.removeprefix("torch-").removesuffix(".dist-info")}
+    return {}
+
+
+def _check_unused(path: str) -> None:
+    facts = read_facts(path)
+    if facts and facts.get("status") != "running":
+        raise UserError(
+            f"{path} already holds a run, which {facts.get('status')}.",
+            why="its journal, logs and checkpoints would be mixed with those of this one",
+            hint=f"name another folder, or go on with that run: `--resume {path}`",
+        )
+
+
+def _link(folder: RunFolder, home: str) -> None:
+    """Let `shoal ps` find a run that is kept elsewhere. Where home cannot be written, its path still finds it."""
+    link = os.path.join(home, "runs", folder.name)
+    try:
+        os.makedirs(os.path.dirname(link), exist_ok=True)
+        if not os.path.lexists(link):
+            os.symlink(folder.path, link)
+    except OSError:
+        pass
+
+
+def _note_end(folder: RunFolder, status: str, exit_code: int) -> None:
+    try:
+        folder.update(status=status, exit_code=exit_code, ended=time.time())
+    except ShoalError as error:  # a full disk must not hide what became of the run
+        say(error.render())
+
+
+def _tell(outcome: Outcome, is_quiet: bool) -> None:
+    """Say in the end what became of the run, where that is not plain already."""
+    logs = os.path.join(outcome.run_dir, "logs")
+    if outcome.failures:
+        if is_quiet and outcome.failures[0].traceback:
+            say(outcome.failures[0].traceback.rstrip())
+        say(tell_failures(outcome.failures, outcome.exits, logs))
+    elif outcome.stopped_by:
+        say(f"shoal: stopped by {_name_signal(outcome.stopped_by)} after {outcome.seconds:.1f} s; logs in {logs}")
+
+
+def _name_signal(name: str) -> str:
+    return {"SIGINT": "Ctrl-C", "SIGHUP": "a closed terminal (SIGHUP)"}.get(name, name)
+
+
+def _stdin_fd() -> int | None:
+    """Our input, for rank 0, unless it is a terminal: workers have none, and could not read from it."""
+    try:
+        return None if sys.stdin.isatty() else sys.stdin.fileno()
+    except (OSError, ValueError, AttributeError):
+        return None

@@ -1,0 +1,251 @@
+"""Wiring: one run seen through, from the start of its workers to what became of them."""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, TextIO
+
+from shoal.engine.cause import Evidence, Failure, find_failures, should_stop
+from shoal.engine.entry import command_of
+from shoal.engine.env import RunFacts, inherited_env, worker_env
+from shoal.engine.local import Listener, LocalEngine
+from shoal.engine.machine import OutOfMemoryKills, out_of_memory_kills
+from shoal.engine.signals import StopSignals
+from shoal.observe.folder import RunFolder
+from shoal.spec.event import Event
+from shoal.spec.job import Job, WorkerExit, WorkerSpec
+
+if TYPE_CHECKING:
+    from shoal.observe.console import Console
+    from shoal.observe.journal import Journal
+
+GRACE_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crew:
+    """Who is to be started: a job with its number of workers, and what each of them runs."""
+
+    job: Job
+    python: str
+    entry_of: Callable[[int], tuple[str, ...]]
+    stdin_fd: int | None = None
+    inherit_fds: Mapping[int, Sequence[int]] | None = None
+
+    @property
+    def num_workers(self) -> int:
+        return self.job.num_workers or 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a run. `failures` has the first cause first; `exit_code` is that of the cause.
+
+    `status` is `finished`, `failed`, or `stopped` (by a signal: then `stopped_by` names it).
+    """
+
+    name: str
+    run_dir: str
+    status: str
+    exit_code: int
+    num_workers: int
+    seconds: float
+    exits: tuple[WorkerExit, ...]
+    failures: tuple[Failure, ...] = ()
+    stopped_by: str = ""
+
+
+class Watch:
+    """Sees one run through: starts the workers, passes on what they say, and stops the rest when one fails."""
+
+    def __init__(self, folder: RunFolder, facts: RunFacts, stops: StopSignals | None, out: TextIO | None) -> None:
+        self._folder = folder
+        self._facts = facts
+        self._stops = stops
+        self._out = out
+        self._console: Console | None = None
+        self._journal: Journal | None = None
+        self._errors: list[Event] = []
+        self._exits: list[WorkerExit] = []
+        self._is_stopping = False
+
+    def run(self, crew: Crew) -> Outcome:
+        started, memory_kills = time.monotonic(), out_of_memory_kills()
+        engine = self._make_engine(crew)
+        engine.start(self._specs(crew))
+        try:
+            self._open(crew, engine)
+            self._follow(engine)
+        finally:
+            stopped_at = time.time() if len(self._exits) < crew.num_workers else None
+            self._is_stopping = True
+            engine.stop(GRACE_SECONDS)
+        self._take(engine.poll())
+        evidence = self._evidence(stopped_at, memory_kills)
+        outcome = self._conclude(find_failures(evidence), time.monotonic() - started)
+        self._close(outcome)
+        return outcome
+
+    def _make_engine(self, crew: Crew) -> LocalEngine:
+        listener = Listener(output=self._show, control=self._hear, problem=self._note)
+        engine = LocalEngine(
+            listener,
+            stdin_fd=crew.stdin_fd,
+            inherit_fds=crew.inherit_fds,
+            wake_fd=self._stops.wake_fd if self._stops else None,
+        )
+        if self._stops is not None:
+            self._stops.on_second = lambda: engine.signal(signal.SIGKILL)
+            self._stops.on_pause = lambda: engine.signal(signal.SIGSTOP)
+            self._stops.on_resume = lambda: engine.signal(signal.SIGCONT)
+        return engine
+
+    def _specs(self, crew: Crew) -> list[WorkerSpec]:
+        inherited = inherited_env()
+        return [
+            WorkerSpec(
+                rank=rank,
+                command=command_of(crew.python, rank, crew.entry_of(rank)),
+                env=worker_env(crew.job, rank, self._facts, inherited),
+                working_dir=crew.job.working_dir,
+                log_path=self._log_path(rank),
+            )
+            for rank in range(crew.num_workers)
+        ]
+
+    def _log_path(self, rank: int) -> str:
+        return os.path.join(self._folder.path, "logs", f"{rank}.log")
+
+    def _open(self, crew: Crew, engine: LocalEngine) -> None:
+        # Imported now, while the workers are starting up.
+        from shoal.observe.console import Console
+        from shoal.observe.journal import Journal
+
+        if self._out is not None:
+            self._console = Console(self._out, num_workers=crew.num_workers)
+        self._journal = Journal(os.path.join(self._folder.path, "journal.jsonl"), self._note)
+        self._write("run_started", num_workers=crew.num_workers, command=" ".join(self._folder.facts["command"]))
+        for rank, pid in engine.pids.items():
+            self._write("worker_started", rank, pid=pid)
+
+    def _follow(self, engine: LocalEngine) -> None:
+        """Return when all workers have ended, or when the rest of them should be stopped."""
+        while len(self._exits) < self._facts.num_workers:
+            self._take(engine.poll(self._patience()))
+            if self._console is not None:
+                self._console.tick()
+            if self._stops is not None and self._stops.requested:
+                return
+            if self._errors or any(end.code for end in self._exits):
+                failures = find_failures(Evidence(exits=self._exits, errors=self._errors))
+                if should_stop(failures, time.time()):
+                    return
+
+    def _patience(self) -> float:
+        if self._errors or any(end.code for end in self._exits):
+            return 0.05
+        due = self._console.next_tick() if self._console is not None else None
+        return 1.0 if due is None else min(1.0, due)
+
+    def _take(self, exits: Sequence[WorkerExit]) -> None:
+        for end in exits:
+            self._exits.append(end)
+            self._write("worker_exited", end.rank, code=end.code)
+            if self._console is not None:
+                self._console.end(end.rank)
+
+    def _show(self, rank: int, data: bytes) -> None:
+        if self._console is None or (self._is_stopping and not _is_writable(self._out)):
+            return
+        if self._stops is None:
+            self._console.feed(rank, data)
+        else:
+            # A terminal that is held (Ctrl-S) or a reader that sleeps must not keep Ctrl-C from working.
+            with self._stops.interruptible():
+                self._console.feed(rank, data)
+
+    def _hear(self, rank: int, line: bytes) -> None:
+        from shoal.observe.journal import decode
+
+        event = decode(line)
+        if event is None:
+            return
+        event = replace(event, rank=rank)
+        if event.kind == "error":
+            self._errors.append(event)
+            if self._journal is not None:
+                self._journal.write(event)
+        elif event.kind == "progress" and self._console is not None:
+            self._console.progress(event)
+
+    def _note(self, text: str) -> None:
+        if self._console is not None and self._console.is_tty:
+            self._console.note(f"shoal: {text}")
+        else:
+            say(f"shoal: {text}")
+
+    def _write(self, kind: str, rank: int | None = None, **data: Any) -> None:
+        if self._journal is not None:
+            self._journal.write(Event(kind=kind, time=time.time(), rank=rank, data=data))
+
+    def _evidence(self, stopped_at: float | None, before: OutOfMemoryKills) -> Evidence:
+        from shoal.observe.lines import last_lines
+
+        after = out_of_memory_kills()
+        silent = {end.rank for end in self._exits if end.code} - {event.rank for event in self._errors}
+        return Evidence(
+            exits=self._exits,
+            errors=self._errors,
+            stopped_at=stopped_at,
+            tails={rank: last_lines(self._log_path(rank), 400)[0].decode("utf-8", "replace") for rank in silent},
+            memory_kills=OutOfMemoryKills(
+                cgroup=after.cgroup - before.cgroup, machine=after.machine - before.machine
+            ),
+        )
+
+    def _conclude(self, failures: list[Failure], seconds: float) -> Outcome:
+        requested = self._stops.requested if self._stops is not None else None
+        status, code = "finished", 0
+        if requested is not None:
+            status, code, failures = "stopped", 128 + requested, []
+        elif failures:
+            status, code = "failed", failures[0].exit_code
+        return Outcome(
+            name=self._folder.name,
+            run_dir=self._folder.path,
+            status=status,
+            exit_code=code,
+            num_workers=self._facts.num_workers,
+            seconds=seconds,
+            exits=tuple(sorted(self._exits, key=lambda end: end.rank)),
+            failures=tuple(failures),
+            stopped_by=requested.name if requested is not None else "",
+        )
+
+    def _close(self, outcome: Outcome) -> None:
+        cause = asdict(outcome.failures[0]) if outcome.failures else None
+        self._write("run_ended", status=outcome.status, exit_code=outcome.exit_code, cause=cause)
+        if self._journal is not None:
+            self._journal.close()
+        if self._console is not None:
+            self._console.close()
+
+
+def say(text: str) -> None:
+    """Our own words, beside the output of workers."""
+    with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
+        print(text, file=sys.stderr, flush=True)
+
+
+def _is_writable(stream: TextIO | None) -> bool:
+    """Whether a write would return at once."""
+    import select
+
+    try:
+        return bool(stream is None or select.select([], [stream.fileno()], [], 0)[1])
+    except (OSError, ValueError):
+        return True
