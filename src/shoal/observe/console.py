@@ -100,7 +100,7 @@ class Console:
     def progress(self, event: Event) -> None:
         """Take the newest progress of one rank; it is drawn now or with the next tick."""
         with self._lock:
-            self._progress[event.rank or 0] = dict(event.data)
+            self._progress[event.rank or 0] = {"step": event.step, **event.data}
             self._is_progress_new = True
             self._draw_if_due()
 
@@ -216,7 +216,7 @@ class Console:
         if rest is None:
             return ""
         # No progress of our own, but a worker's bar or prompt: show its newest state.
-        text = clean(last_state(rest.decode("utf-8", "replace")).strip())
+        text = clean(last_state(rest.decode("utf-8", "replace"))).strip()
         return fit(f"[{self._partial_rank}] {text}" if self._has_prefix else text, width)
 
     def _erasure(self) -> str:

@@ -33,7 +33,7 @@ def progress_text(latest: Mapping[int, Mapping[str, Any]], width: int | None = N
 def _parts(data: Mapping[str, Any], shares: dict[str, float]) -> dict[str, str]:
     step, num_steps = data.get("step"), data.get("num_steps")
     loss, rate, workers = data.get("loss"), data.get("samples_per_second"), data.get("workers")
-    eta = data.get("eta_seconds")
+    eta = data.get("eta_seconds") if step != num_steps else None
     shown = [f"{_SHORT.get(name, name)} {round(100 * share)}%" for name, share in shares.items() if share >= 0.005]
     return {
         "step": "" if step is None else f"step {step}/{num_steps}" if num_steps else f"step {step}",
@@ -52,6 +52,7 @@ def _shorter_forms(parts: dict[str, str]) -> list[tuple[str, str]]:
         ("epoch", ""),
         ("rate", parts["rate"].replace(" samples", "")),
         ("shares", shares.replace("%", "")),
+        ("workers", parts["workers"].partition(" ")[0] + "w" if parts["workers"] else ""),
         ("workers", ""),
         ("shares", shares[: shares.find("%") + 1]),
         ("shares", ""),
