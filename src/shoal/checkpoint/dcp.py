@@ -79,13 +79,18 @@ def pick_model(paths: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
 
 def write_dcp(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Write tensors as a DCP folder that `torch.distributed.checkpoint.load` reads."""
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
     with warnings.catch_warnings():
         # It says that there is no process group, which is what was asked for.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        save(dict(tensors), storage_writer=FileSystemWriter(folder), no_dist=True)
+        try:
+            save(dict(tensors), storage_writer=FileSystemWriter(folder), no_dist=True)
+        except CheckpointException as error:  # it is not even an Exception
+            cause, _ = next(iter(error.failures.values()))
+            raise RuntimeError("DCP could not write") from cause
 
 
 def _read_tensor(folder: Path, item: Sharded) -> torch.Tensor:

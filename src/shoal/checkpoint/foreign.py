@@ -6,7 +6,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -167,19 +167,21 @@ def write_weights(tensors: Mapping[str, torch.Tensor], path: str | Path, format:
         disk.make_folder(path.parent)
         _WRITERS[format](tensors, hidden)
         disk.publish(hidden, path)
-    except OSError as error:
-        why, hint = disk.explain(error)
-        raise UserError(f"Cannot write weights to {path}.", why=why, hint=hint) from error
+    except Exception as error:  # torch wraps the system's errors in its own
+        raise _cannot_write(path, error) from error
     finally:
-        _remove(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+        with suppress(OSError):
+            hidden.unlink()
     return path
 
 
-def _remove(hidden: Path) -> None:
-    if hidden.is_dir():
-        shutil.rmtree(hidden, ignore_errors=True)
-    else:
-        hidden.unlink(missing_ok=True)
+def _cannot_write(path: Path, error: BaseException) -> UserError:
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    why, hint = disk.explain(cause) if cause else (f"{type(error).__name__}: {error}", "check the path and the disk")
+    return UserError(f"Cannot write weights to {path}.", why=why, hint=hint)
 
 
 def _write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
