@@ -65,7 +65,10 @@ def _head(explanation: "Explanation", width: int) -> Iterator[str]:
 
 
 def _cause(cause: "Cause", width: int) -> Iterator[str]:
-    place = [f"rank {cause.rank}" if cause.rank is not None else "", f"step {cause.step}" if cause.step else ""]
+    place = [
+        f"rank {cause.rank}" if cause.rank is not None else "",
+        f"step {cause.step}" if cause.step is not None else "",
+    ]
     yield from _wrapped(f"error: {cause.message}", width - 2, "       ")
     for label, text in (
         ("   at: ", ", ".join(part for part in [*place, cause.where] if part)),
@@ -75,7 +78,7 @@ def _cause(cause: "Cause", width: int) -> Iterator[str]:
         if text:
             yield from _wrapped(label + text, width - 2, "       ")
     if cause.others:
-        yield f"       ({cause.others} more errors followed)"
+        yield f"       ({cause.others} more error{'s' * (cause.others > 1)} followed)"
 
 
 def _times(breakdown: Breakdown, width: int, is_ascii: bool) -> Iterator[str]:
