@@ -1,0 +1,218 @@
+"""The memory all ranks of a host can see: who has arrived where, when, and a few numbers from each.
+
+Every word has one writer. A line of 64 bytes belongs to one rank and one channel:
+
+    word  0     counter: only grows
+          1, 2  time of arrival (monotonic ns), for even and odd counter values
+          3, 4  what the rank called there (`Call.code`), for even and odd
+          5, 6  where its tensor lives, for even and odd
+
+Even and odd, because a fast peer may already announce the next value while we still read about this one; it cannot
+get two ahead of anyone who waits for it. What orders these accesses is in docs/communication.md.
+"""
+
+import ctypes
+import math
+import mmap
+import os
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic, monotonic_ns
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.comm import futex
+from shoal.comm.group import lost, name_ranks
+from shoal.comm.memory import round_up
+
+NUM_CHANNELS = 16
+COLLECTIVE, MAIL = NUM_CHANNELS, NUM_CHANNELS + 1
+MAX_NUMBERS = 64
+_LINE_WORDS = 8
+_STAMP, CALL, PLACE = 1, 3, 5
+_SPINS, _YIELDS = 40, 20
+_NAP_SECONDS = 0.1
+
+Numbers = npt.NDArray[np.float64] | npt.NDArray[np.int64]
+
+
+def num_bytes(size: int) -> int:
+    """Bytes of a board for `size` ranks: flags, a line per channel and rank, two per pair, mail."""
+    return (_num_flag_words(size) + _LINE_WORDS * _num_lines(size) + 2 * size * MAX_NUMBERS) * 8
+
+
+def _num_flag_words(size: int) -> int:
+    return 2 * round_up(math.ceil(size / 8), _LINE_WORDS)
+
+
+def _num_lines(size: int) -> int:
+    return (NUM_CHANNELS + 2) * size + 2 * size * size
+
+
+class Board:
+    """One rank's hold on the board. `is_running(rank)` tells whether a peer's process still lives.
+
+    A wait spins for some 30 µs (not where there are fewer cores than ranks), then sleeps in the kernel until the
+    awaited rank signals: about 20 µs from signal to running again, no processor time meanwhile. Ten times a second
+    a sleeper looks whether its peers are alive.
+    """
+
+    def __init__(
+        self, memory: mmap.mmap, rank: int, size: int, timeout_seconds: float, is_running: Callable[[int], bool]
+    ) -> None:
+        self.rank, self.size, self.timeout_seconds = rank, size, timeout_seconds
+        self.late_seconds = [0.0] * size
+        self._is_running = is_running
+        self._peers = [peer for peer in range(size) if peer != rank]
+        self._bytes = memoryview(memory)
+        self.words = self._bytes.cast("Q")
+        self._anchor = ctypes.c_char.from_buffer(memory)
+        self._address = ctypes.addressof(self._anchor)
+        flag_words = _num_flag_words(size)
+        self._flag_words = range(math.ceil(size / 8))
+        self._left_at = flag_words // 2 * 8
+        self._lines_at = flag_words
+        mail_at = flag_words + _LINE_WORDS * _num_lines(size)
+        mail = np.frombuffer(memory, np.float64, 2 * size * MAX_NUMBERS, 8 * mail_at)
+        self._mail = mail.reshape(2, size, MAX_NUMBERS)
+        self._mine = [self.line(channel, rank) for channel in range(NUM_CHANNELS + 2)]
+        self._others = [[(p, self.line(channel, p)) for p in self._peers] for channel in range(NUM_CHANNELS + 2)]
+        self._num_asleep, self._asleep_lock = 0, threading.Lock()
+        self._round, self._posted = 0, 0
+        self._spins = _SPINS if len(os.sched_getaffinity(0)) >= size else 1
+
+    def line(self, channel: int, rank: int) -> int:
+        """The first word of a rank's line on a channel."""
+        return self._lines_at + (channel * self.size + rank) * _LINE_WORDS
+
+    def pair_line(self, source: int, to: int, *, is_answer: bool) -> int:
+        """The line on which `source` announces what it sends `to`, or on which `to` answers."""
+        first = (NUM_CHANNELS + 2) * self.size
+        return self._lines_at + (first + 2 * (source * self.size + to) + is_answer) * _LINE_WORDS
+
+    def signal(self, channel: int, value: int) -> None:
+        """Tell everyone that this rank has reached `value`. What it wrote before is visible to who sees the value."""
+        self.raise_line(self._mine[channel], value)
+
+    def raise_line(self, at: int, value: int) -> None:
+        """`signal` on the line at word `at`, which must be ours. About 0.5 µs; 1.5 µs more where someone sleeps."""
+        words = self.words
+        words[at + _STAMP + (value & 1)] = monotonic_ns()
+        if not futex.STORES_ARE_ORDERED:
+            futex.fence()
+        words[at] = value
+        futex.fence()  # the counter must be out before we look for sleepers, or one could miss it
+        for flags in self._flag_words:
+            if words[flags]:
+                futex.wake(self._address + 8 * at)
+                return
+
+    def wait(self, channel: int, value: int, ranks: Sequence[int] | None = None) -> int:
+        """Return when the ranks (default: all others) have reached `value`: the rank that arrived last, maybe us.
+
+        Time spent waiting is added to `late_seconds` of that rank. Raises MemberLost for the dead and the silent.
+        """
+        words = self.words
+        lines = self._others[channel] if ranks is None else [(r, self.line(channel, r)) for r in ranks]
+        began = 0.0
+        for rank, at in lines:
+            if words[at] < value:
+                began = began or monotonic()
+                self.wait_line(rank, at, value)
+        if not futex.STORES_ARE_ORDERED:
+            futex.fence()
+        last, latest = self.rank, words[self._mine[channel] + _STAMP + (value & 1)]
+        for rank, at in lines:
+            stamp = words[at + _STAMP + (value & 1)]
+            if stamp > latest:
+                last, latest = rank, stamp
+        if began:
+            self.late_seconds[last] += monotonic() - began
+        return last
+
+    def arrivals(self, channel: int, value: int) -> list[int]:
+        """When each rank reached `value`, in ns of the host's monotonic clock. Valid after `wait` for that value."""
+        return [self.words[self.line(channel, r) + _STAMP + (value & 1)] for r in range(self.size)]
+
+    def wait_line(self, rank: int, at: int, value: int) -> None:
+        """Return when `rank` has raised the line at word `at` to `value`: spin, then sleep."""
+        words = self.words
+        for _ in range(_YIELDS):
+            for _ in range(self._spins):
+                if words[at] >= value:
+                    return
+            os.sched_yield()  # the one we wait for may be queued behind us on this very core
+        self._sleep(rank, at, value)
+
+    def _sleep(self, rank: int, at: int, value: int) -> None:
+        words, address = self.words, self._address + 8 * at
+        deadline = monotonic() + self.timeout_seconds
+        next_look = monotonic() + _NAP_SECONDS
+        self._count_asleep(1)
+        try:
+            while (seen := words[at]) < value:
+                futex.wait(address, seen, _NAP_SECONDS)
+                if (now := monotonic()) >= next_look:
+                    self._look_for_the_lost(rank, at, value, now >= deadline)
+                    next_look = now + _NAP_SECONDS
+        finally:
+            self._count_asleep(-1)
+
+    def _count_asleep(self, change: int) -> None:
+        """Several threads of a rank may sleep; its flag is up while any does."""
+        with self._asleep_lock:
+            self._num_asleep += change
+            self._bytes[self.rank] = self._num_asleep > 0
+
+    def _look_for_the_lost(self, rank: int, at: int, value: int, is_late: bool) -> None:
+        has_left = [self._bytes[self._left_at + peer] != 0 for peer in range(self.size)]
+        dead = [peer for peer in self._peers if not has_left[peer] and not self._is_running(peer)]
+        if self.words[at] >= value:
+            return
+        if dead:
+            raise lost(
+                dead, f"Lost {name_ranks(dead)}.", why="the process ended without leaving the group", rank=self.rank
+            )
+        if has_left[rank]:
+            why = "it closed the group while others still waited for it; its own error, if any, is the cause"
+            raise lost([rank], f"Lost rank {rank}.", why=why, rank=self.rank)
+        if is_late:
+            raise self._timed_out(rank, at, value)
+
+    def _timed_out(self, rank: int, at: int, value: int) -> Exception:
+        """Name everyone who is missing at the same place, not only the one we happened to wait for."""
+        silent = [peer for peer, line in self._row(rank, at) if self.words[line] < value] or [rank]
+        return lost(
+            silent,
+            f"Waited {self.timeout_seconds:g} s for {name_ranks(silent)}.",
+            why="the process lives but did not arrive: stopped, stuck, or much slower than the others",
+            rank=self.rank,
+        )
+
+    def _row(self, rank: int, at: int) -> list[tuple[int, int]]:
+        return next((row for row in self._others if (rank, at) in row), [])
+
+    def post(self, numbers: Numbers) -> None:
+        """Show up to 64 numbers to all ranks. Every rank posts equally many, then calls `peers`, in turn."""
+        assert self._posted == 0, "post() was called twice without peers() between"
+        self._round += 1
+        self._posted = len(numbers)
+        self._mail[self._round & 1, self.rank, : self._posted] = numbers.view(np.float64)
+        self.signal(MAIL, self._round)
+
+    def peers(self) -> npt.NDArray[np.float64]:
+        """Everyone's numbers, one row a rank; call `.view(np.int64)` on it if integers were posted. About 2 µs."""
+        count, self._posted = self._posted, 0
+        self.wait(MAIL, self._round)
+        return self._mail[self._round & 1, :, :count].copy()
+
+    def close(self) -> None:
+        """Raise our flag that says we left, wake whoever waits for us, and let go of the memory."""
+        if self.size > 1:
+            self._bytes[self._left_at + self.rank] = 1
+            for at in self._mine:
+                futex.wake(self._address + 8 * at)
+        self.words.release()
+        self._bytes.release()
+        del self._mail, self._anchor

@@ -1,0 +1,101 @@
+"""Messages between two ranks over sockets: announced, answered, and only then moved.
+
+gloo ends the process of a receiver whose tensor is too small, and cannot be asked whether a message has arrived. So a
+header with the sender's call goes first, the receiver answers with its own, and blocking waits happen in a thread
+while the caller looks whether the other side still lives.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.comm.asked import Asked
+from shoal.comm.group import Call, Work, disagreement
+from shoal.comm.roll import LOOK_SECONDS, Roll
+
+_HEADER, _BODY, _ANSWER, _NUM_TAGS = 0, 1, 2, 3
+
+
+class Letters:
+    """Messages to and from one rank. Headers and answers go through gloo, bodies through their device's backend."""
+
+    def __init__(self, gloo: Any, backend: Callable[[torch.device], Any], roll: Roll, peer: int) -> None:
+        self._gloo, self._backend, self._roll, self._peer = gloo, backend, roll, peer
+        self._num_sent, self._num_taken = 0, 0
+        self._asked = Asked(self._take)
+
+    def send(self, flat: torch.Tensor) -> Work:
+        tag, self._num_sent = self._num_sent * _NUM_TAGS, self._num_sent + 1
+        code, answer = Call("send", flat.numel(), flat.dtype).code, _word(0)
+        try:
+            reply = self._gloo.recv([answer], self._peer, tag + _ANSWER)
+            header = self._gloo.send([_word(code)], self._peer, tag + _HEADER)
+            body = self._backend(flat.device).send([flat], self._peer, tag + _BODY)
+        except RuntimeError as error:
+            raise self._roll.roll_call(str(error)) from error
+        return Sending(self, code, answer, [reply, header, body])
+
+    def recv(self, flat: torch.Tensor) -> Work:
+        return self._asked.ask(flat)
+
+    def _take(self, flat: torch.Tensor) -> None:
+        tag, self._num_taken = self._num_taken * _NUM_TAGS, self._num_taken + 1
+        code, header = Call("send", flat.numel(), flat.dtype).code, _word(0)
+        self.watch(lambda: self._gloo.recv([header], self._peer, tag + _HEADER).wait())
+        self.watch(lambda: self._gloo.send([_word(code)], self._peer, tag + _ANSWER).wait())
+        self.compare(code, header)
+        self.watch(lambda: self._backend(flat.device).recv([flat], self._peer, tag + _BODY).wait())
+
+    def compare(self, code: int, word: torch.Tensor) -> None:
+        if (theirs := int.from_bytes(bytes(word.tolist()), "little")) != code:
+            raise disagreement(self._roll.rank, code, self._peer, theirs)
+
+    def watch(self, wait: Callable[[], object]) -> None:
+        """Do a blocking wait in a thread, and look for the lost meanwhile."""
+        waiter, deadline = Waiter(wait), time.monotonic() + self._roll.timeout_seconds
+        waiter.start()
+        while waiter.is_alive():
+            waiter.join(LOOK_SECONDS)
+            if waiter.is_alive():
+                self._roll.look_for_the_lost()
+                if time.monotonic() >= deadline:
+                    raise self._roll.silent([self._peer])
+        if waiter.error is not None:
+            raise self._roll.roll_call(str(waiter.error)) from waiter.error
+
+
+class Sending:
+    """A message on its way; received once the answer is here and agrees."""
+
+    def __init__(self, letters: Letters, code: int, answer: torch.Tensor, works: list[dist.Work]) -> None:
+        self._letters, self._code, self._answer, self._works = letters, code, answer, works
+
+    def wait(self) -> None:
+        reply, *rest = self._works
+        self._letters.watch(reply.wait)
+        self._letters.compare(self._code, self._answer)
+        for work in rest:
+            self._letters.watch(work.wait)
+
+
+class Waiter(threading.Thread):
+    """A blocking wait that another thread can give up on. gloo ends it when the group is closed."""
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        super().__init__(daemon=True, name="shoal-wait")
+        self._wait = wait
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._wait()
+        except Exception as error:
+            self.error = error
+
+
+def _word(code: int) -> torch.Tensor:
+    return torch.tensor(list(code.to_bytes(8, "little")), dtype=torch.uint8)

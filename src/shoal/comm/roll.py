@@ -1,0 +1,99 @@
+"""What ranks that talk over sockets tell each other through the store when something is wrong.
+
+Sockets say that a call failed or takes long, not why. A rank that waits longer than half a second writes down which
+call it is in; one whose call failed writes that down. From these notes everyone learns who disagrees and who is lost.
+"""
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from shoal.comm.group import disagreement, lost, name_ranks
+from shoal.comm.process import Process, is_running, on_one_host
+from shoal.comm.rendezvous import Rendezvous
+from shoal.spec.errors import MemberLost
+
+LOOK_SECONDS = 0.5
+_ROLL_CALL_SECONDS = 1.0
+
+
+class Roll:
+    """One rank's notes in the store, and its reading of the others'."""
+
+    def __init__(self, meeting: Rendezvous, processes: Sequence[Process]) -> None:
+        self.rank, self.timeout_seconds = meeting.rank, meeting.timeout_seconds
+        self._store = meeting.store
+        self._processes = processes
+        self._peers = [peer for peer in range(meeting.size) if peer != meeting.rank]
+        self._noted = ""
+
+    def compare(self, call: str, code: int) -> None:
+        """Return when all ranks have noted the same code for a call. About 0.2 ms a rank."""
+        deadline = time.monotonic() + self.timeout_seconds
+        keys = [f"{call}/{peer}" for peer in self._peers]
+        self._note(call, code)
+        while True:
+            try:
+                self._store.wait(keys, timedelta(seconds=LOOK_SECONDS))
+                break
+            except dist.DistStoreError:
+                self.look(call, code, deadline)
+        self._compare_noted(call, code)
+
+    def look(self, call: str, code: int, deadline: float) -> None:
+        """While a call takes long: raise if a rank has ended, called something else, or is silent too long."""
+        self.look_for_the_lost()
+        self._note(call, code)
+        self._compare_noted(call, code)
+        if time.monotonic() >= deadline:
+            raise self.silent([peer for peer in self._peers if not self._has(f"{call}/{peer}")] or self._peers)
+
+    def look_for_the_lost(self) -> None:
+        """Raise if a rank of this host has ended, or any rank has noted that its connections broke."""
+        if dead := self._dead():
+            raise self.lost(dead, "the process ended without leaving the group")
+        if any(self._has(f"broken/{peer}") for peer in self._peers):
+            raise self.roll_call("another rank lost its connection")
+
+    def silent(self, ranks: Sequence[int]) -> MemberLost:
+        message = f"Waited {self.timeout_seconds:g} s for {name_ranks(ranks)}."
+        return lost(ranks, message, why="did not arrive: stopped, stuck, cut off, or far behind", rank=self.rank)
+
+    def roll_call(self, why: str) -> MemberLost:
+        """After a failed call: who is missing? On this host the system knows; elsewhere, who does not answer."""
+        deadline = time.monotonic() + _ROLL_CALL_SECONDS
+        absent = self._peers
+        try:
+            self._store.set(f"broken/{self.rank}", "yes")
+            while absent and time.monotonic() < deadline:
+                if dead := self._dead():
+                    return self.lost(dead, why)
+                absent = [peer for peer in absent if not self._has(f"broken/{peer}")]
+                time.sleep(0.02)
+        except dist.DistError:
+            return self.lost(self._dead() or [0], "the meeting point ended with its host")
+        return self.lost(absent, why)
+
+    def lost(self, ranks: Sequence[int], why: str) -> MemberLost:
+        message = f"Lost {name_ranks(ranks)}." if ranks else "Lost a connection; every rank still answers."
+        return lost(ranks, message, why=why, rank=self.rank)
+
+    def _note(self, call: str, code: int) -> None:
+        if self._noted != call:
+            self._store.set(f"{call}/{self.rank}", str(code))
+            self._noted = call
+
+    def _compare_noted(self, call: str, code: int) -> None:
+        for peer in self._peers:
+            if self._has(key := f"{call}/{peer}") and (theirs := int(self._store.get(key))) != code:
+                raise disagreement(self.rank, code, peer, theirs)
+
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
+
+    def _dead(self) -> list[int]:
+        mine = self._processes[self.rank]
+        near = [peer for peer in self._peers if on_one_host([mine, self._processes[peer]])]
+        return [peer for peer in near if not is_running(self._processes[peer])]

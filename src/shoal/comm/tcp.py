@@ -1,0 +1,170 @@
+"""A group that talks over sockets (gloo), or between GPUs (NCCL): for ranks that cannot share memory.
+
+PyTorch's process groups do the work, built directly on our store: nothing global is set up, so a script may still
+call `init_process_group` itself.
+"""
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch's stubs do not re-export them
+
+from shoal.comm.group import Call, Op, Work, check_parts, check_peer, flatten
+from shoal.comm.letters import Letters
+from shoal.comm.process import Process, on_one_host
+from shoal.comm.rendezvous import Rendezvous
+from shoal.comm.roll import LOOK_SECONDS, Roll
+from shoal.spec.errors import UserError
+
+_OPS: dict[Op, Any] = {Op.SUM: dist.ReduceOp.SUM, Op.MAX: dist.ReduceOp.MAX, Op.MIN: dist.ReduceOp.MIN}
+
+
+class TcpGroup:
+    """Ranks connected by sockets. Calls return at once; `wait` on what they return.
+
+    gloo ends the whole process when two ranks pass different sizes. So the first time a call follows another, all
+    ranks compare it through the store before they start; a loop that repeats itself pays nothing. After a
+    disagreement or a loss the group is only good for `close`. `reason` says why it is this transport.
+    """
+
+    transport = "tcp"
+
+    def __init__(
+        self, meeting: Rendezvous, processes: Sequence[Process], interface: str = "", reason: str = ""
+    ) -> None:
+        self.rank, self.size, self.reason = meeting.rank, meeting.size, reason
+        self._meeting = meeting
+        self._roll = Roll(meeting, processes)
+        self._backends: dict[str, Any] = {"cpu": _make_gloo(meeting, _device(meeting, processes, interface))}
+        gloo = self._backends["cpu"]
+        self._letters = [Letters(gloo, self._backend, self._roll, peer) for peer in range(self.size)]
+        self._num_calls, self._previous = 0, 0
+        self._known: set[tuple[int, int]] = set()
+
+    def all_reduce(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Work:
+        """Combine `tensor` across the group, in place. Moves 2 (size - 1) / size of its bytes per rank."""
+        flat, options = flatten(tensor), dist.AllreduceOptions()
+        options.reduceOp = _OPS[op]
+        call = Call("all_reduce", flat.numel(), flat.dtype, op)
+        return self._start(call, flat, lambda backend: backend.allreduce([flat], options))
+
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: Op = Op.SUM) -> Work:
+        check_parts(tensor, out, self.size)
+        part, flat, options = flatten(out), flatten(tensor), dist.ReduceScatterOptions()
+        options.reduceOp = _OPS[op]
+        call = Call("reduce_scatter", flat.numel(), flat.dtype, op)
+        return self._start(call, flat, lambda backend: backend._reduce_scatter_base(part, flat, options))
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Work:
+        check_parts(out, tensor, self.size)
+        whole, flat = flatten(out), flatten(tensor)
+        call = Call("all_gather", flat.numel(), flat.dtype)
+        return self._start(call, flat, lambda backend: backend._allgather_base(whole, flat))
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
+        check_peer(root, self.size)
+        flat, options = flatten(tensor), dist.BroadcastOptions()
+        options.rootRank = root
+        call = Call("broadcast", flat.numel(), flat.dtype, root=root)
+        return self._start(call, flat, lambda backend: backend.broadcast([flat], options))
+
+    def send(self, tensor: torch.Tensor, to: int) -> Work:
+        check_peer(to, self.size, self.rank)
+        return self._letters[to].send(flatten(tensor))
+
+    def recv(self, tensor: torch.Tensor, source: int) -> Work:
+        check_peer(source, self.size, self.rank)
+        return self._letters[source].recv(flatten(tensor))
+
+    def barrier(self) -> None:
+        self._start(Call("barrier"), torch.empty(0), lambda backend: backend.barrier()).wait()
+
+    def close(self) -> None:
+        """Drop all connections. Peers that still wait for this rank get MemberLost."""
+        for backend in self._backends.values():
+            backend.abort()
+        self._backends.clear()
+        self._letters.clear()
+
+    def _start(self, call: Call, flat: torch.Tensor, begin: Callable[[Any], dist.Work]) -> Work:
+        code, self._num_calls = call.code, self._num_calls + 1
+        name, step = f"call/{self._num_calls}", (self._previous, code)
+        if step not in self._known:
+            self._roll.compare(name, code)
+            self._known.add(step)
+        self._previous = code
+        try:
+            return TcpWork(self._roll, name, code, begin(self._backend(flat.device)))
+        except RuntimeError as error:
+            raise self._roll.roll_call(str(error)) from error
+
+    def _backend(self, device: torch.device) -> Any:
+        """gloo for tensors in main memory, NCCL for those on a GPU; the latter is made when first needed."""
+        if device.type not in self._backends:
+            if device.type != "cuda" or not dist.is_nccl_available():
+                raise UserError(
+                    f"This build of PyTorch cannot move {device.type} tensors between processes.",
+                    hint="move them to the CPU, or install a build with NCCL",
+                    rank=self.rank,
+                )
+            self._backends["cuda"] = _make_nccl(self._meeting)
+        return self._backends[device.type]
+
+
+class TcpWork:
+    """A collective under way. While it takes long, `wait` looks for ranks that ended or called something else."""
+
+    def __init__(self, roll: Roll, name: str, code: int, work: dist.Work) -> None:
+        self._roll, self._name, self._code, self._work = roll, name, code, work
+
+    def wait(self) -> None:
+        """Block until done. For CUDA tensors: until the current stream may use them."""
+        deadline = time.monotonic() + self._roll.timeout_seconds
+        while True:
+            try:
+                self._work.wait(timedelta(seconds=LOOK_SECONDS))
+                return
+            except RuntimeError as error:
+                if self._work.is_completed():
+                    raise self._roll.roll_call(str(error)) from error
+            self._roll.look(self._name, self._code, deadline)
+
+
+def _make_gloo(meeting: Rendezvous, device: Any) -> Any:
+    options: Any = getattr(dist.ProcessGroupGloo, "_Options")()  # noqa: B009
+    options._devices = [device]
+    # Our own deadline comes first and can name the missing; gloo's only ends what nobody waits for any more.
+    options._timeout = timedelta(seconds=meeting.timeout_seconds + 60)
+    return dist.ProcessGroupGloo(PrefixStore("gloo", meeting.store), meeting.rank, meeting.size, options)
+
+
+def _make_nccl(meeting: Rendezvous) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=meeting.timeout_seconds)
+    return dist.ProcessGroupNCCL(PrefixStore("nccl", meeting.store), meeting.rank, meeting.size, options)
+
+
+def _device(meeting: Rendezvous, processes: Sequence[Process], interface: str) -> Any:
+    """The network device to talk over: the one asked for, loopback within a host, else the one towards the store."""
+    if interface:
+        return dist.ProcessGroupGloo.create_device(interface=interface)
+    if on_one_host(processes):
+        return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    return dist.ProcessGroupGloo.create_device(hostname=_own_address(meeting.store))
+
+
+def _own_address(store: Store) -> str:
+    """Our address on the network that leads to the store. Nothing is sent: connecting a datagram socket is enough."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return socket.gethostname()
+    family, kind, _, _, address = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
