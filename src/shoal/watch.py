@@ -201,6 +201,7 @@ class Watch:
             exits=self._exits,
             errors=self._errors,
             stopped_at=stopped_at,
+            working_dir=os.path.abspath(self._folder.facts["job"]["working_dir"]),
             tails={rank: last_lines(self._log_path(rank), 400)[0].decode("utf-8", "replace") for rank in silent},
             memory_kills=OutOfMemoryKills(
                 cgroup=after.cgroup - before.cgroup, machine=after.machine - before.machine

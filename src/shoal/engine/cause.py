@@ -44,13 +44,15 @@ class Evidence:
     """All that is known when the causes are sought.
 
     `stopped_at` is when the launcher began to stop workers; ends after it say nothing. `tails` holds the last output
-    of each rank. `memory_kills` counts what the kernel killed for lack of memory since the start.
+    of each rank; places below `working_dir` are shown relative to it. `memory_kills` counts what
+    the kernel killed for lack of memory since the start.
     """
 
     exits: Sequence[WorkerExit] = ()
     errors: Sequence[Event] = ()
     stopped_at: float | None = None
     tails: Mapping[int, str] = field(default_factory=dict)
+    working_dir: str = ""
     memory_kills: OutOfMemoryKills = field(default_factory=OutOfMemoryKills)
 
 
@@ -88,7 +90,7 @@ def find_failures(evidence: Evidence) -> list[Failure]:
         return []
     first = _pick_first(found)
     rest = [failure for failure in found if failure is not first]
-    return [_explain_early_end(first, evidence.exits), *rest]
+    return [_explain_early_end(first, evidence), *rest]
 
 
 def merge_errors(events: Iterable[Event]) -> dict[int, Event]:
@@ -133,7 +135,7 @@ def _from_error(event: Event, end: WorkerExit | None) -> Failure:
     return Failure(
         rank=event.rank or 0,
         time=event.time,
-        exit_code=(shell_code(end.code) if end is not None else 0) or 1,
+        exit_code=_code_of(data.get("exit_code"), end),
         message=_say_error(kind, message),
         where=str(data.get("where") or ""),
         why=str(data.get("why") or ""),
@@ -143,6 +145,13 @@ def _from_error(event: Event, end: WorkerExit | None) -> Failure:
         is_lost_peer=looks_like_lost_peer(kind, message),
         has_exited=end is not None,
     )
+
+
+def _code_of(reported: object, end: WorkerExit | None) -> int:
+    """What the worker said its exit code would be: a library that crashes after an exception is not the cause."""
+    if isinstance(reported, int) and 0 < reported < 256:
+        return reported
+    return (shell_code(end.code) if end is not None else 0) or 1
 
 
 def _say_error(kind: str, message: str) -> str:
@@ -169,10 +178,10 @@ def _hint_for(kind: str, message: str) -> str:
 
 def _from_exit(end: WorkerExit, evidence: Evidence) -> Failure:
     tail = evidence.tails.get(end.rank, "")
-    facts: dict[str, Any] = (
-        _of_signal(-end.code, tail, evidence.memory_kills) if end.code < 0 else _of_code(end.code, tail)
-    )
-    return Failure(rank=end.rank, time=end.time, exit_code=shell_code(end.code), **facts)
+    facts: dict[str, Any] = {}
+    facts |= _of_signal(-end.code, evidence.memory_kills) if end.code < 0 else _of_code(end.code, tail)
+    where = _fault_place(tail).removeprefix(f"{evidence.working_dir}/")
+    return Failure(rank=end.rank, time=end.time, exit_code=shell_code(end.code), where=where, **facts)
 
 
 def _of_code(code: int, tail: str) -> dict[str, str]:
@@ -183,12 +192,12 @@ def _of_code(code: int, tail: str) -> dict[str, str]:
     }
 
 
-def _of_signal(number: int, tail: str, memory_kills: OutOfMemoryKills) -> dict[str, str]:
+def _of_signal(number: int, memory_kills: OutOfMemoryKills) -> dict[str, str]:
     try:
         name = signal.Signals(number).name
     except ValueError:
         name = f"signal {number}"
-    facts = {"message": f"The worker was killed by {name}.", "where": _fault_place(tail)}
+    facts = {"message": f"The worker was killed by {name}."}
     if name == "SIGKILL":
         return facts | _of_kill(memory_kills)
     if name in ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"):
@@ -223,16 +232,14 @@ def _fault_place(tail: str) -> str:
     return ":".join((own or frames)[0]) if frames else ""
 
 
-def _explain_early_end(first: Failure, exits: Iterable[WorkerExit]) -> Failure:
+def _explain_early_end(first: Failure, evidence: Evidence) -> Failure:
     """A lost peer that failed nowhere has ended well, and too early."""
-    early = [
-        end for end in exits if end.code == 0 and end.time <= first.time + SETTLE_SECONDS and end.rank != first.rank
-    ]
+    limit = evidence.stopped_at or float("inf")
+    early = sorted(end.rank for end in evidence.exits if end.code == 0 and end.time < limit)
     if not first.is_lost_peer or first.why or not early:
         return first
-    ranks = ", ".join(str(end.rank) for end in sorted(early, key=lambda end: end.rank))
     return replace(
         first,
-        why=f"rank {ranks} had already ended without an error",
+        why=f"rank {', '.join(map(str, early))} had ended already, without an error",
         hint=first.hint or "every rank must take part in the same collective calls, and the same number of them",
     )

@@ -161,7 +161,7 @@ def find_module(name: str, working_dir: str) -> ModuleSpec | None:
     path: list[str] | None = [os.path.abspath(working_dir), *sys.path]
     full_name, spec = "", None
     for part in name.split("."):
-        if path is None:
+        if path is None or not part:
             return None
         full_name = f"{full_name}.{part}" if full_name else part
         spec = PathFinder.find_spec(full_name, path) or (_ask_others(part) if full_name == part else None)

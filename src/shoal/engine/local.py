@@ -5,13 +5,13 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.engine.engine import CONTROL_FD
 from shoal.engine.guard import signal_group
+from shoal.engine.processes import is_group_alive, open_pid_fd, start_guard
 from shoal.spec.errors import UserError
 from shoal.spec.job import WorkerExit, WorkerSpec
 
@@ -22,7 +22,6 @@ MAX_LAST_READS = 2 * PIPE_BYTES // READ_BYTES
 LINGER_SECONDS = 0.5
 KILL_SECONDS = 1.0
 _F_SETPIPE_SZ = 1031
-_GUARD_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guard.py")
 
 
 def _ignore(*_: object) -> None:
@@ -96,7 +95,7 @@ class LocalEngine:
             for spec in workers:
                 self._running.append(self._spawn(spec))
             # Last, so that no worker waits for it.
-            self._guard = _start_guard([worker.process.pid for worker in self._running])
+            self._guard = start_guard([worker.process.pid for worker in self._running])
         except BaseException:
             self.stop(0.0)
             raise
@@ -148,7 +147,7 @@ class LocalEngine:
             output_fd=output_fd,
             control_fd=control_fd,
             log_fd=log_fd,
-            pid_fd=_open_pid_fd(process.pid),
+            pid_fd=open_pid_fd(process.pid),
         )
         self._watch(worker)
         return worker
@@ -247,7 +246,7 @@ class LocalEngine:
 
     def _let_go(self, worker: _Worker) -> None:
         """Forget a worker that ended once everything it started has ended too, which is seen to."""
-        if signal_group(worker.process.pid, 0):
+        if is_group_alive(worker.process.pid):
             if worker.linger_until is not None and time.monotonic() < worker.linger_until:
                 return
             signal_group(worker.process.pid, signal.SIGKILL)
@@ -278,33 +277,12 @@ class LocalEngine:
         self._selector = selectors.DefaultSelector()
 
 
-def _start_guard(groups: Sequence[int]) -> subprocess.Popen[bytes]:
-    guard = subprocess.Popen(
-        [sys.executable, "-I", "-S", _GUARD_FILE, str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        bufsize=0,
-    )
-    assert guard.stdin is not None
-    guard.stdin.write("".join(f"+{group}\n" for group in groups).encode())
-    return guard
-
-
 def _cannot_start(spec: WorkerSpec, error: OSError) -> UserError:
     return UserError(
         f"Worker {spec.rank} could not be started.",
         why=f"{error.strerror or error}: {error.filename or spec.command[0]}",
         hint="check the interpreter, the working folder, and the limits of `ulimit -a`",
     )
-
-
-def _open_pid_fd(pid: int) -> int:
-    try:
-        return os.pidfd_open(pid)
-    except (OSError, AttributeError):  # an old kernel, or a sandbox: exits are then looked for every 20 ms
-        return -1
 
 
 def _enlarge(pipe: int) -> None:

@@ -43,8 +43,14 @@ def tell_failures(failures: Sequence[Failure], exits: Iterable[WorkerExit], logs
 def _in_a_line(failure: Failure, first: Failure) -> str:
     place = f" ({failure.where})" if failure.where else ""
     message = failure.message.partition("\n")[0]
-    text = f"rank {failure.rank}, {failure.time - first.time:+.1f} s{place}: {message}"
+    text = f"rank {failure.rank}{place}, {_when(failure.time - first.time)}: {message}"
     return text if len(text) <= MAX_LINE else text[: MAX_LINE - 1] + "…"
+
+
+def _when(seconds: float) -> str:
+    if abs(seconds) < 0.05:
+        return "at the same time"
+    return f"{abs(seconds):.1f} s {'later' if seconds > 0 else 'earlier'}"
 
 
 def ranks(numbers: Iterable[int]) -> str:

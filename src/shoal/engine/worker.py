@@ -32,14 +32,29 @@ def main(control_fd: str, rank: str, kind: str, target: str, *args: str) -> None
     pid = os.getpid()
     try:
         RUN[kind](target, list(args))
+    except SystemExit as error:
+        if os.getpid() == pid:
+            control.report_exit(error)
+        raise
     except BaseException as error:
         # A child that the program forked is not the worker: it ends as it would without us.
         if os.getpid() != pid:
             raise
-        code = control.report(error)
-    else:
-        code = 0
-    sys.exit(code)
+        leave(control.report(error))
+
+
+def leave(code: int) -> None:
+    """End as Python does, but for destructors: those of native libraries tend to abort or hang after a failure."""
+    import atexit
+    import threading
+
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 def end_with_parent() -> None:
@@ -170,29 +185,32 @@ class Control:
         os.environ["SHOAL_CONTROL_FD"] = str(fd)
         os.environ["SHOAL_CONTROL_PID"] = str(os.getpid())
 
-    def report(self, error: BaseException) -> Any:
-        """Say on the pipe and on stderr what went wrong; returns what to give to `sys.exit`."""
+    def report(self, error: BaseException) -> int:
+        """Say on the pipe and on stderr what went wrong; returns the exit code."""
         trace = error.__traceback__ = users_part(error.__traceback__)
-        if isinstance(error, SystemExit):
-            if error.code not in (None, 0):
-                message = error.code if isinstance(error.code, str) else f"exit code {error.code}"
-                self.send(error, {"message": message}, place_of(error))
-            return error.code
         errors = sys.modules.get("shoal.spec.errors")
         if errors is not None and isinstance(error, errors.ShoalError):
             return self.report_ours(error)
-        self.send(error, {"message": text_of(error)}, place_of(error))
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        self.send(error, {"message": text_of(error), "exit_code": code}, place_of(error))
         sys.excepthook(type(error), error, trace)
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
+        return code
 
-    def report_ours(self, error: Any) -> Any:
+    def report_ours(self, error: Any) -> int:
         """An error that says itself what to do is shown without a traceback; the launcher still gets one."""
         error.at(rank=self.rank, where=place_of(error))
-        facts = {"message": error.message, "why": error.why, "hint": error.hint, "step": error.step}
+        facts = {name: getattr(error, name) for name in ("message", "why", "hint", "step", "exit_code")}
         self.send(error, facts, error.where)
         sys.stdout.flush()
         sys.stderr.write(error.render() + "\n")
-        return error.exit_code
+        return int(error.exit_code)
+
+    def report_exit(self, error: SystemExit) -> None:
+        """Say where the program ended itself, unless it ended well. Python does the rest."""
+        if error.code not in (None, 0):
+            error.__traceback__ = users_part(error.__traceback__)
+            message = error.code if isinstance(error.code, str) else f"exit code {error.code}"
+            self.send(error, {"message": message}, place_of(error))
 
     def send(self, error: BaseException, facts: dict[str, Any], where: str) -> None:
         import json
