@@ -110,7 +110,8 @@ while True:
     if not console._is_open:
         os._exit(7)
 """)
-        screen.read_until("ready")
+        # Not right after "ready": the print itself must be over.
+        screen.read_until(r"ready\r\n(.|\n)*x{100}")
         os.close(screen.master)
         screen.master = os.open(os.devnull, os.O_RDONLY)
         assert screen.process.wait(20) == 7
