@@ -6,7 +6,7 @@ import sys
 
 STEP = """
 def make_step(step):
-    return StepMetrics(step=step, time=time.time(), epoch=0, loss=1.0 / step, num_samples=8, global_samples=16,
+    return StepMetrics(step=step, time=time.time(), epoch=0, loss=1.0 / (step + 1), num_samples=8, global_samples=16,
                        lr=0.1, compute=0.008, communicate=0.001, wait=0.0005, load=0.0005, other=0.0)
 """
 HEAD = f"""

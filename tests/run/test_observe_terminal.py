@@ -57,7 +57,7 @@ class TestTerminal:
     def test_a_lone_process_draws_one_line_around_its_prints(self, terminal):
         screen = terminal("""
 recorder = Recorder(None, 0, 1)
-for step in range(1, 61):
+for step in range(60):
     time.sleep(0.01)
     recorder.step(make_step(step), 60)
     if step == 40:
@@ -73,7 +73,7 @@ print("after")
     def test_a_crash_leaves_the_terminal_usable(self, terminal):
         screen = terminal("""
 recorder = Recorder(None, 0, 1)
-recorder.step(make_step(1), 60)
+recorder.step(make_step(0), 60)
 raise ValueError("on purpose")
 """)
         text = screen.read_until(r"ValueError: on purpose\r\n(.|\n)*step 1/60[^\n]*\r\n$")

@@ -103,8 +103,8 @@ class TestExplain:
                 step=7,
                 hint="look",
             ),
-            event("exit", 1003.0, rank=1, code=1),
-            event("exit", 1003.0, rank=0, code=-15),
+            event("worker_exited", 1003.0, rank=1, code=1),
+            event("worker_exited", 1003.0, rank=0, code=-15),
         )
         found = explain(path)
         assert found.cause.rank == 1
@@ -115,7 +115,36 @@ class TestExplain:
         assert "do: look" in text
         assert "(1 more error followed)" in text
         assert "rank 1: exit code 1" in text
-        assert "rank 0: ended by signal 15" in text
+        assert "rank 0: ended by SIGTERM" in text
+
+    def test_what_the_launcher_concluded_wins_over_who_spoke_first(self, home):
+        path = home.add_ended(status="failed", exit_code=1)
+        write_events(
+            path,
+            event("error", 1001.0, rank=0, type="MemberLost", message="rank 1 is gone"),
+            event(
+                "run_ended", 1002.0, cause={"rank": 1, "message": "The worker was killed by SIGKILL.", "step": None}
+            ),
+        )
+        found = explain(path)
+        assert found.cause.rank == 1
+        assert "error: The worker was killed by SIGKILL." in found.text(80)
+
+    def test_only_the_newest_attempt_in_a_folder_is_explained(self, home):
+        path = home.add_ended()
+        write_metrics(path, {0: make_steps(5, time=10.0) + make_steps(3)})
+        write_events(
+            path, event("error", 10.0, rank=0, message="of an earlier attempt"), event("resumed", 1001.0, step=5)
+        )
+        found = explain(path)
+        assert found.cause is None
+        assert found.breakdown.num_steps == 3
+        assert [note.kind for note in found.notes] == ["resumed"]
+
+    def test_an_error_that_did_not_stop_the_run_is_no_cause(self, home):
+        path = home.add_ended()
+        write_events(path, event("error", rank=0, message="caught by the script"))
+        assert explain(path).cause is None
 
     def test_a_script_without_the_trainer_still_has_something_to_show(self, home):
         path = home.add_ended(num_workers=1)
@@ -127,7 +156,7 @@ class TestExplain:
 
     def test_a_lost_run_says_what_is_known(self, home):
         run = home.add()
-        write_events(run.path, event("start", 1000.0), event("checkpoint", 1030.0, step=3))
+        write_events(run.path, event("run_started", 1000.0), event("checkpoint", 1030.0, step=3))
         run.close()
         text = explain(run.path).text(80)
         assert ": lost after 0:30" in text
@@ -156,7 +185,7 @@ class TestExplain:
             event("settings", **{evil: {"value": evil, "source": evil}}),
             event("settings", nothing=None, deep={"value": {"a": 1}}),
             event("error", type=evil, message=evil, where=evil),
-            event("exit", code="x"),
+            event("worker_exited", rank=1, code="x"),
         )
         text = explain(path).text(80)
         assert "\x1b" not in text

@@ -196,7 +196,7 @@ class TestPs:
             "(3)",
             "2",
             "0:50",
-            "7",
+            "8",
             "0.2500",
             "shoal",
             "run",
@@ -230,11 +230,11 @@ class TestPs:
         write_metrics(path, {0: [make_step(3, loss=float("nan"))]})
         (row,) = json.loads(self.show(home, as_json=True))
         assert row["path"] == path
-        assert [row["status"], row["step"], row["loss"], row["seconds"]] == ["finished", 3, "nan", 50.0]
+        assert [row["status"], row["step"], row["loss"], row["seconds"]] == ["finished", 4, "nan", 50.0]
 
     def test_a_torn_last_line_of_metrics_is_passed_over(self, home):
         path = home.add_ended()
         write_metrics(path, {0: make_steps(3)})
         with open(os.path.join(path, "metrics-0.jsonl"), "a") as file:
             file.write('{"step": 99')
-        assert ps.newest_step(path) == (3, 0.5)
+        assert ps.newest_step(path) == (4, 0.5)

@@ -31,7 +31,7 @@ def input_bound(breakdown: Breakdown) -> Iterable[Finding]:
             kind="input_bound",
             what="Steps wait for data.",
             why=f"loading takes {percent(gain)} of a step more than what happens in the background",
-            change="raise `num_loaders=`, or prepare the data once and store it in the form the model takes",
+            change="raise `loaders=`, or prepare the data once and store it in the form the model takes",
             gain=gain,
         )
 
@@ -127,8 +127,9 @@ def bad_loss(breakdown: Breakdown) -> Iterable[Finding]:
 
 
 def _too_many_threads(breakdown: Breakdown, events: Sequence[Event]) -> Iterable[Finding]:
-    facts = {name: value for event in events if event.kind == "settings" for name, value in event.data.items()}
-    threads, cores = (_setting(facts.get(name)) for name in ("threads_per_worker", "num_cores"))
+    told = (event.data for event in events if event.kind in ("run_started", "settings"))
+    facts = {name: value for data in told for name, value in data.items()}
+    threads, cores = _setting(facts.get("threads")), _setting(facts.get("num_cores"))
     workers = len(breakdown.ranks)
     if not threads or not cores or workers * threads <= cores:
         return

@@ -15,8 +15,10 @@ from shoal.observe.runs import RunInfo, find_run, list_logs, read_run
 from shoal.spec.errors import UserError
 from shoal.spec.event import Event
 
-# Kinds that are told elsewhere or are too many to tell.
-_TOLD_ELSEWHERE = frozenset({"progress", "settings", "error", "exit", "start", "end", "epoch"})
+# Kinds that other parts of an explanation tell.
+_TOLD_ELSEWHERE = frozenset(
+    {"progress", "settings", "error", "run_started", "worker_started", "worker_exited", "run_ended"}
+)
 MAX_NOTES = 12
 
 
@@ -94,7 +96,12 @@ def explain(run_dir: str) -> Explanation:
     damaged: list[bytes] = []
     events = list(journal.read(os.path.join(run_dir, "journal.jsonl"), damaged.append))
     reader = MetricsReader(run_dir)
-    breakdown = break_down(reader.read_new())
+    steps = reader.read_new()
+    # A folder that a run went on in holds the story of every attempt; `created` is the start of the newest.
+    events = [event for event in events if event.time >= run.created]
+    breakdown = break_down(
+        {rank: [step for step in rows if step.time >= run.created] for rank, rows in steps.items()}
+    )
     return Explanation(
         run=run,
         seconds=_seconds(run, events),
@@ -102,7 +109,7 @@ def explain(run_dir: str) -> Explanation:
         findings=tuple(diagnose(breakdown, events)),
         settings=find_settings(events),
         notes=find_notes(events),
-        cause=find_cause(events),
+        cause=find_cause(events) if run.status not in ("finished", "stopped") else None,
         exits=find_exits(events),
         log_bytes=list_logs(run_dir),
         num_damaged=len(damaged) + reader.num_damaged,
@@ -157,27 +164,40 @@ def describe(data: Mapping[str, Any]) -> str:
     """The data of an event in one line: its message where it has one, else its values."""
     if "message" in data:
         return one_line(data["message"])
-    return one_line(", ".join(f"{name} {value}" for name, value in data.items()))[:200]
+    return one_line(", ".join(f"{name} {_short(value)}" for name, value in data.items()))[:200]
 
 
-def find_cause(events: Iterable[Event]) -> Cause | None:
-    """The first error anybody reported."""
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"[{', '.join(map(_short, value))}]" if isinstance(value, list) else str(value)
+
+
+def find_cause(events: Sequence[Event]) -> Cause | None:
+    """Why it failed: what the launcher concluded, or else the first error anybody reported."""
     errors = sorted((event for event in events if event.kind == "error"), key=lambda event: event.time)
-    if not errors:
-        return None
-    first = errors[0]
-    data = {name: one_line(value) for name, value in first.data.items() if value}
-    kind = data.get("type", "")
-    message = data.get("message", "") or kind or "unknown error"
-    is_plain = kind in ("", "UserError", "WorkerError", "ShoalError", message)
+    ended = [event.data.get("cause") for event in events if event.kind == "run_ended"]
+    if ended and isinstance(ended[-1], dict):
+        return _cause(ended[-1], ended[-1].get("rank"), ended[-1].get("step"), len(errors) - 1)
+    if errors:
+        first = errors[0]
+        step = first.data.get("step") if first.step is None else first.step
+        return _cause(first.data, first.rank, step, len(errors) - 1)
+    return None
+
+
+def _cause(data: Mapping[str, Any], rank: Any, step: Any, others: int) -> Cause:
+    words = {name: one_line(value) for name, value in data.items() if value}
+    kind, message = words.get("type", ""), words.get("message", "")
+    is_ours = kind in ("", "UserError", "WorkerError", "ShoalError")
     return Cause(
-        message=message if is_plain else f"{kind}: {message}",
-        why=data.get("why", ""),
-        hint=data.get("hint", ""),
-        where=data.get("where", ""),
-        rank=first.rank,
-        step=first.step if first.step is not None else _whole(first.data.get("step")),
-        others=len(errors) - 1,
+        message=message if is_ours and message else f"{kind}: {message}" if message else kind or "unknown error",
+        why=words.get("why", ""),
+        hint=words.get("hint", ""),
+        where=words.get("where", ""),
+        rank=_whole(rank),
+        step=_whole(step),
+        others=max(0, others),
     )
 
 
@@ -186,14 +206,12 @@ def _whole(value: object) -> int | None:
 
 
 def find_exits(events: Iterable[Event]) -> dict[int, int]:
-    """The exit code of each rank, from `exit` events."""
+    """The exit code of each rank, from `worker_exited` events."""
     exits = {}
     for event in events:
-        if event.kind == "exit":
-            rank = _whole(event.data.get("rank", event.rank))
-            code = _whole(event.data.get("code"))
-            if rank is not None and code is not None:
-                exits[rank] = code
+        code = _whole(event.data.get("code"))
+        if event.kind == "worker_exited" and event.rank is not None and code is not None:
+            exits[event.rank] = code
     return dict(sorted(exits.items()))
 
 

@@ -38,7 +38,10 @@ class Pace:
         self._newest = metrics
 
     def summarize(self, now: float, num_steps: int | None, num_workers: int) -> dict[str, Any]:
-        """What a `progress` event says. `eta_seconds` is missing where the end is not known."""
+        """What a `progress` event says. `eta_seconds` is missing where the end is not known.
+
+        Metrics number steps and epochs from 0. Here `step` is how many are done, and `epoch` counts from 1.
+        """
         newest = self._newest
         if newest is None:
             return {}
@@ -46,15 +49,15 @@ class Pace:
         seconds, steps, samples, *shares = self._total
         busy = sum(shares) or 1.0
         data: dict[str, Any] = {
-            "step": newest.step,
+            "step": newest.step + 1,
             "num_steps": num_steps,
-            "epoch": newest.epoch,
+            "epoch": newest.epoch + 1,
             "loss": newest.loss,
             "samples_per_second": round(samples / seconds, 3) if seconds > 0 else None,
             "workers": num_workers,
         }
         if num_steps is not None and steps:
-            data["eta_seconds"] = round(max(0, num_steps - newest.step) * seconds / steps, 1)
+            data["eta_seconds"] = round(max(0, num_steps - newest.step - 1) * seconds / steps, 1)
         if steps:
             names = ("compute", "communicate", "wait", "load")
             data |= {name: round(share / busy, 4) for name, share in zip(names, shares, strict=False)}

@@ -18,7 +18,7 @@ _TITLES = ("RUN", "STATUS", "WORKERS", "TIME", "STEP", "LOSS", "COMMAND")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One run as it is listed. `step` and `loss` are the newest of rank 0, None where it records none."""
+    """One run as it is listed. `step` is how many steps rank 0 has done, `loss` its newest; None where unknown."""
 
     run: RunInfo
     seconds: float | None
@@ -38,13 +38,13 @@ def _row(run: RunInfo, now: float) -> Row:
 
 
 def newest_step(run_dir: str) -> tuple[int | None, float | None]:
-    """Step and loss of the last whole line that rank 0 wrote; cost does not grow with the file."""
+    """Steps done and loss, from the last whole line that rank 0 wrote; cost does not grow with the file."""
     # Not through `metrics`, which imports msgspec: this must stay as cheap as the rest of `shoal ps`.
     lines, _ = last_lines(os.path.join(run_dir, "metrics-0.jsonl"), 2, block_bytes=2048)
     for line in reversed(lines.split(b"\n")):
         try:
             data = json.loads(line)
-            return int(data["step"]), float(data["loss"])
+            return int(data["step"]) + 1, float(data["loss"])
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
     return None, None

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator
+from signal import Signals
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
@@ -60,8 +61,16 @@ def _head(explanation: "Explanation", width: int) -> Iterator[str]:
     codes = {code for code in explanation.exits.values() if code}
     for code in sorted(codes):
         ranks = name_ranks(rank for rank, its in explanation.exits.items() if its == code)
-        how = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
-        yield f"  rank {ranks}: {how}"
+        yield f"  rank {ranks}: {_ending(code)}"
+
+
+def _ending(code: int) -> str:
+    if code > 0:
+        return f"exit code {code}"
+    try:
+        return f"ended by {Signals(-code).name}"
+    except ValueError:
+        return f"ended by signal {-code}"
 
 
 def _cause(cause: "Cause", width: int) -> Iterator[str]:

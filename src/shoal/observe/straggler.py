@@ -45,7 +45,7 @@ def _slow_input(slow: RankTimes, load_excess: float, step: float) -> Finding:
         rank=slow.rank,
         what=f"Rank {slow.rank} is waited for because its data comes late.",
         why=f"it waits {ms(slow.load_seconds)} a step for data, {ms(load_excess)} more than the others",
-        change="raise `num_loaders=`, or check the disk or network this rank reads from",
+        change="raise `loaders=`, or check the disk or network this rank reads from",
         gain=load_excess / step,
     )
 
