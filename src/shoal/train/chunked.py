@@ -1,0 +1,140 @@
+"""A user's optimizer, made to work on chunks of one flat buffer."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.train.flat import Chunk, FlatModel
+
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+"""Optimizers whose update of one element looks at that element only: they may be cut anywhere."""
+
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+"""Those that torch has a one-pass kernel for."""
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Exact types only: a subclass may look at whole tensors."""
+    return type(optimizer) in ELEMENTWISE
+
+
+class ChunkedOptimizer:
+    """Runs the user's own optimizer object over chunks, so that schedulers and hyper-parameters stay where they were.
+
+    The optimizer's per-element state lives in flat buffers like the parameters' (`adopt_state`), so each of them
+    can be read and written by parameter name, whichever rank updates which chunk.
+
+    Every group also gets a witness, two elements that belong to nobody. So a rank that owns no chunk of a group
+    still knows which state the optimizer keeps and what it counts (Adam's `step`).
+
+    `gradient` holds the owned chunks' gradients, one after the other; `step` reads them there.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        flat: FlatModel,
+        owned: Sequence[Chunk],
+        gradients: Sequence[torch.Tensor],
+    ) -> None:
+        self.optimizer = optimizer
+        self._flat = flat
+        self._owned = owned
+        self._chunks = [nn.Parameter(flat.values[c.start : c.stop]) for c in owned]
+        self._witnesses = [nn.Parameter(flat.values.new_zeros(2)) for _ in optimizer.param_groups]
+        self._state: dict[str, torch.Tensor] = {}
+        for index, (group, witness) in enumerate(zip(optimizer.param_groups, self._witnesses, strict=True)):
+            group["params"] = [witness, *(p for p, c in self._places() if c.group == index)]
+            witness.grad = torch.zeros_like(witness)
+            if _may_fuse(optimizer, group):
+                group["fused"] = True
+        optimizer.state.clear()
+        for chunk, gradient in zip(self._chunks, gradients, strict=True):
+            chunk.grad = gradient
+
+    def _places(self) -> Iterator[tuple[nn.Parameter, Chunk]]:
+        return zip(self._chunks, self._owned, strict=True)
+
+    def step(self) -> None:
+        """Update the owned chunks from `gradients`."""
+        self.optimizer.step()
+
+    def missing_state(self) -> list[str]:
+        """The per-element tensors that the optimizer keeps and that have no flat buffer yet."""
+        return sorted(
+            {
+                name
+                for witness in self._witnesses
+                for name, value in self.optimizer.state.get(witness, {}).items()
+                if name not in self._state and isinstance(value, torch.Tensor) and value.shape == witness.shape
+            }
+        )
+
+    def adopt_state(self, name: str, flat: torch.Tensor) -> None:
+        """Let the state called `name` live in `flat` from now on, with the values it has."""
+        self._state[name] = flat
+        for chunk, place in self._places():
+            kept = self.optimizer.state[chunk]
+            view = flat[place.start : place.stop]
+            if name in kept:
+                view.copy_(kept[name])
+                kept[name] = view
+
+    def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The optimizer's per-element state, by parameter."""
+        for key, values in self._state.items():
+            for name, view in self._flat.named(values):
+                yield f"{name}/{key}", view
+
+    def scalars(self) -> list[dict[str, float]]:
+        """Per group, what the optimizer counts once per parameter, such as Adam's `step`."""
+        return [
+            {
+                name: float(value)
+                for name, value in self.optimizer.state.get(witness, {}).items()
+                if isinstance(value, torch.Tensor) and value.shape != witness.shape
+            }
+            for witness in self._witnesses
+        ]
+
+    def restore(
+        self,
+        state: Mapping[str, torch.Tensor],
+        scalars: Sequence[Mapping[str, float]],
+        allocate: Callable[[], torch.Tensor],
+    ) -> None:
+        """Make room for the state of an earlier run, named as in `named_state`; its values are copied in later."""
+        for key in sorted({name.rpartition("/")[2] for name in state}):
+            self._state.setdefault(key, allocate())
+        for witness, counts in zip(self._witnesses, scalars, strict=True):
+            kept = self.optimizer.state[witness]
+            kept.update({name: witness.detach().clone() for name in self._state})
+            kept.update(_as_tensors(counts, witness))
+        for chunk, place in self._places():
+            kept = self.optimizer.state[chunk]
+            kept.update({name: flat[place.start : place.stop] for name, flat in self._state.items()})
+            kept.update(_as_tensors(scalars[place.group], chunk))
+
+
+def _may_fuse(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether the one-pass kernel may be used: the user chose no other, and asked for nothing it cannot do."""
+    special = group.get("foreach") or group.get("differentiable") or group.get("capturable")
+    return isinstance(optimizer, FUSED) and group["fused"] is None and not special
+
+
+def _as_tensors(scalars: Mapping[str, float], like: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(value, dtype=torch.float32, device=like.device) for name, value in scalars.items()}

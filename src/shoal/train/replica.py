@@ -1,0 +1,92 @@
+"""One worker's copy of what is trained: parameters, the optimizer's state, and their moving average."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from shoal.train.chunked import ChunkedOptimizer, is_elementwise
+from shoal.train.flat import Chunk, FlatModel
+from shoal.train.whole import WholeOptimizer
+
+Allocate = Callable[[int, torch.dtype], torch.Tensor]
+"""(number of elements, type) -> a flat buffer, private or seen by all workers of a host."""
+
+
+class Replica:
+    """Parameters in a flat buffer, and the update of the part of it that this worker owns.
+
+    With a shared `allocate` all workers of a host see the same values and each owns a part; with a private one
+    every worker owns everything. `is_source` marks the worker whose initial values count.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        allocate: Allocate,
+        owner: tuple[int, int],
+        is_source: bool,
+        ema_decay: float | None,
+    ) -> None:
+        self.flat = FlatModel(model, optimizer, allocate)
+        self.flat.place(is_source=is_source)
+        self._allocate = allocate
+        self._is_source = is_source
+        self._decay = ema_decay
+        self.owned: Sequence[Chunk] = self.flat.layout.owned(*owner)
+        self.average = allocate(self.flat.layout.total, self.flat.dtype) if ema_decay is not None else None
+        if self.average is not None and is_source:
+            self.average.copy_(self.flat.values)
+        self.gradient = self.flat.values.new_empty(sum(c.stop - c.start for c in self.owned))
+        self.gradients = self.gradient.split([c.stop - c.start for c in self.owned])
+        self.optimizer: ChunkedOptimizer | WholeOptimizer = (
+            ChunkedOptimizer(optimizer, self.flat, self.owned, self.gradients)
+            if is_elementwise(optimizer)
+            else WholeOptimizer(optimizer, self.flat, self.gradient)
+        )
+
+    def update(self) -> None:
+        """Apply `gradient` to the owned part."""
+        self.optimizer.step()
+        if self.average is not None and self._decay is not None:
+            for place in self.owned:
+                span = slice(place.start, place.stop)
+                self.average[span].lerp_(self.flat.values[span], 1 - self._decay)
+        for name in self.optimizer.missing_state():
+            self.optimizer.adopt_state(name, self._allocate(self.flat.layout.total, self.flat.dtype))
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All state that must survive, by name, as views: `model/...`, `optimizer/.../...`, `ema/...`."""
+        yield from self.flat.tensors()
+        for name, view in self.optimizer.named_state():
+            yield f"optimizer/{name}", view
+        if self.average is not None:
+            for name, view in self.flat.named(self.average):
+                yield f"ema/{name}", view
+
+    def scalars(self) -> list[dict[str, float]]:
+        """What the optimizer counts, per parameter group."""
+        return self.optimizer.scalars()
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], scalars: Sequence[Mapping[str, float]]) -> None:
+        """Put back what `tensors` and `scalars` gave. All members must do this and meet before they go on."""
+        prefix = "optimizer/"
+        held = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        self.optimizer.restore(held, scalars, lambda: self._allocate(self.flat.layout.total, self.flat.dtype))
+        if self._is_source:
+            for name, view in self.tensors():
+                if name in tensors:
+                    view.copy_(tensors[name])
+        self.flat.restore_rest(tensors)
+
+    def swap_average(self) -> None:
+        """Exchange the owned parameters and their moving average; a second call undoes it."""
+        if self.average is None:
+            return
+        for place in self.owned:
+            span = slice(place.start, place.stop)
+            kept = self.flat.values[span].clone()
+            self.flat.values[span].copy_(self.average[span])
+            self.average[span].copy_(kept)

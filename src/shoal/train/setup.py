@@ -1,0 +1,336 @@
+"""Everything a trainer needs before its first step, made and checked one by one."""
+
+import hashlib
+import math
+import random
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shoal.checkpoint.foreign import read_weights
+from shoal.checkpoint.store import FolderStore
+from shoal.checkpoint.transfer import transfer
+from shoal.comm.connect import connect as connect_group
+from shoal.comm.group import Group, Op
+from shoal.comm.rendezvous import open_store as open_meeting
+from shoal.comm.shm import ShmGroup
+from shoal.data.ledger import Ledger, Place, check_batch_size
+from shoal.data.randomness import preserved_generators
+from shoal.data.sources import Source, as_source
+from shoal.data.stream import StreamSource
+from shoal.engine.env import WorkerFacts, shoal_home
+from shoal.observe import folder, runs
+from shoal.observe.recorder import Recorder
+from shoal.spec.errors import UserError
+from shoal.train.chunked import is_elementwise
+from shoal.train.errors import in_user_code
+from shoal.train.flat import shorten
+from shoal.train.loss import Loss, as_sum, move
+from shoal.train.settings import Settings
+from shoal.train.sync.message import MessageSync
+from shoal.train.sync.shared import SharedMemorySync
+from shoal.train.sync.sync import Sync
+from shoal.train.traits import Traits, probe
+
+SHARDS_ALONE = 8
+"""Into how many shards a step is cut where each must be computed by itself: enough to share out, few to be fast."""
+
+SHARDS_MERGED = 64
+"""And where neighbours can be computed together: then more of them cost nothing, and shares are finer."""
+
+_num_trainers = 0
+
+
+def count_trainers() -> int:
+    """How many trainers this process has made before: each gets a group and checkpoints of its own."""
+    global _num_trainers
+    _num_trainers += 1
+    return _num_trainers - 1
+
+
+def open_run(facts: WorkerFacts, run_dir: str | None, opened: ExitStack) -> tuple[str | None, Recorder]:
+    """The run folder: the launcher's, or one of our own where there is no launcher."""
+    if facts.run_dir is None and facts.rank == 0:
+        run = _make_folder(run_dir)
+        opened.callback(_end_run, run)
+        run_dir = run.path
+    else:
+        run_dir = facts.run_dir
+    recorder = Recorder(run_dir, facts.rank, facts.world_size, facts.control_fd, generation=facts.generation)
+    opened.callback(recorder.close)
+    return run_dir, recorder
+
+
+def _make_folder(run_dir: str | None) -> folder.RunFolder:
+    facts = {"command": [sys.executable, *sys.argv], "num_workers": 1}
+    if run_dir is not None:
+        return folder.claim(run_dir, facts, time.time())
+    return folder.create(shoal_home(), sys.argv[0] or "notebook", facts, time.time(), random.Random())
+
+
+def _end_run(run: folder.RunFolder) -> None:
+    run.update(status="finished", ended=time.time(), exit_code=0)
+    run.close()
+
+
+def set_threads(settings: Settings) -> None:
+    """In exact mode the number of threads is part of the result: kernels split their own sums by it."""
+    threads = settings.threads or (1 if settings.exact else None)
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def place_model(model: nn.Module, facts: WorkerFacts) -> torch.device:
+    """Where the model is. One that was put on a GPU without a number goes to this worker's own."""
+    first = next(model.parameters(), None)
+    if first is None:
+        raise UserError("The model has no parameters.", hint="there is nothing to train")
+    device = first.device
+    if device.type == "cuda" and facts.local_world_size > 1 and device.index != facts.local_rank:
+        raise UserError(
+            f"The model is on {device}, but this worker's GPU is cuda:{facts.local_rank}.",
+            why="all workers of this machine would share one GPU",
+            hint="use `model.to(f\"cuda:{os.environ['LOCAL_RANK']}\")` before you make the optimizer",
+        )
+    return device
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module that `torch.compile` wrapped, whose parameters have their own names."""
+    inner = getattr(model, "_orig_mod", model)
+    assert isinstance(inner, nn.Module)
+    return inner
+
+
+def start_from(model: nn.Module, init_from: str | None, strict: bool, recorder: Recorder) -> None:
+    """Take over the weights of another run, checkpoint or file."""
+    if init_from is None:
+        return
+    path = Path(init_from)
+    if not path.exists():
+        path = Path(runs.find_run(shoal_home(), init_from).path)
+    done = transfer(model, read_weights(path), strict=strict)
+    recorder.event("initialized", source=str(path), report=done.report())
+    if recorder.rank == 0 and not strict:
+        print(done.report(), file=sys.stderr)
+
+
+def make_source(dataset: Any, collate: Any, settings: Settings, *, is_whole: bool = True) -> Source:
+    source = as_source(dataset, collate=collate)
+    if is_whole and source.num_samples is not None:
+        check_batch_size(source.num_samples, settings.batch_size)
+    return source
+
+
+def connect(
+    facts: WorkerFacts, device: torch.device, timeout_seconds: float, trainer: int, opened: ExitStack
+) -> Group:
+    """Meet the other workers: through shared memory on one host, through sockets else."""
+    store = None
+    if facts.world_size > 1:
+        store = open_meeting(facts.master_addr, facts.master_port, facts.rank, facts.world_size)
+        store = dist.PrefixStore(f"trainer-{trainer}", store)
+    transport = "tcp" if device.type == "cuda" else "auto"
+    group = connect_group(
+        facts.rank,
+        facts.world_size,
+        store,
+        generation=facts.generation,
+        transport=transport,
+        timeout_seconds=timeout_seconds,
+    )
+    opened.callback(group.close)
+    return group
+
+
+def probe_model(model: nn.Module, loss: Loss, source: Source, settings: Settings, device: torch.device) -> Traits:
+    """Run the loss once on the first samples: what the model does besides computing, and whether it works at all."""
+    batch = move(first_samples(source, -(-settings.batch_size // SHARDS_ALONE)), device)
+
+    def forward() -> None:
+        with in_user_code(0, 0, batch, "loss(model, batch)"), autocast(settings.precision, device):
+            as_sum(loss(model, batch), 1)
+
+    return probe(model, forward, settings.seed)
+
+
+def first_samples(source: Source, count: int) -> Any:
+    if isinstance(source, StreamSource):
+        with preserved_generators():
+            return source.collate(list(islice(source.open(0), count)))
+    return source.fetch(np.arange(min(count, source.num_samples)))
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+
+
+def make_ledger(settings: Settings, source: Source, traits: Traits, num_workers: int) -> Ledger:
+    """Fix how steps are cut. It depends on the settings and the model, never on the number of workers."""
+    num_shards = choose_shards(settings, traits)
+    if num_shards < num_workers:
+        raise UserError(
+            f"{num_workers} workers cannot share steps of {num_shards} shards.",
+            why="a shard is computed by one worker, so some would have nothing to do",
+            hint=f"use {num_shards} workers or fewer, or `shards={num_workers}` (and a batch_size of that at least)",
+        )
+    return Ledger(
+        num_samples=source.num_samples,
+        batch_size=settings.batch_size,
+        num_shards=num_shards,
+        seed=settings.seed,
+        shuffle=settings.shuffle,
+    )
+
+
+def choose_shards(settings: Settings, traits: Traits) -> int:
+    if settings.shards is not None:
+        if settings.shards > settings.batch_size:
+            raise UserError(
+                f"A batch of {settings.batch_size} samples cannot be cut into {settings.shards} shards.",
+                hint=f"use shards={settings.batch_size} or fewer",
+            )
+        return settings.shards
+    alone = settings.exact or not traits.is_plain
+    num_shards = SHARDS_ALONE if alone else SHARDS_MERGED
+    if alone and settings.microbatch_size:
+        num_shards = max(num_shards, math.ceil(settings.batch_size / settings.microbatch_size))
+    return min(num_shards, settings.batch_size)
+
+
+def make_sync(
+    group: Group, model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, num_shards: int
+) -> Sync:
+    """One set of parameters in shared memory where that is possible, else a copy for each worker."""
+    share_rest(group, model)
+    keywords: dict[str, Any] = {
+        "num_shards": num_shards,
+        "exact": settings.exact,
+        "max_norm": settings.max_norm,
+        "ema_decay": settings.ema,
+    }
+    if isinstance(group, ShmGroup) and is_elementwise(optimizer):
+        return SharedMemorySync(group, model, optimizer, **keywords)
+    return MessageSync(group, model, optimizer, **keywords)
+
+
+def share_rest(group: Group, model: nn.Module) -> None:
+    """Give everyone rank 0's buffers and frozen parameters, after making sure that the models are the same."""
+    state = model.state_dict(keep_vars=True)
+    tensors = [(name, value) for name, value in state.items() if isinstance(value, torch.Tensor)]
+    check_same_model(group, [(name, tuple(value.shape)) for name, value in tensors])
+    for _, value in tensors:
+        if not value.requires_grad and value.numel():
+            data = value.detach().contiguous().view(-1).view(torch.uint8).clone()
+            group.broadcast(data, root=0).wait()
+            value.detach().copy_(data.view(value.dtype).view(value.shape))
+
+
+def check_same_model(group: Group, description: list[tuple[str, tuple[int, ...]]]) -> None:
+    """Workers that built different models would add up what does not belong together."""
+    number = int.from_bytes(hashlib.sha256(repr(description).encode()).digest()[:7])
+    everyone = torch.empty(group.size, dtype=torch.int64)
+    group.all_gather(everyone, torch.tensor([number])).wait()
+    different = [rank for rank, other in enumerate(everyone.tolist()) if other != everyone[0]]
+    if different:
+        raise UserError(
+            f"The workers built different models: rank {different[0]} differs from rank 0.",
+            why="names or shapes of parameters are not the same on all workers",
+            hint="build the model the same way everywhere, not from the rank or from this worker's data",
+        )
+
+
+def check_unused(group: Group, sync: Sync, unused: str) -> None:
+    """Parameters that no worker's samples reached in the first step are most likely a mistake."""
+    layout = sync.replica.flat.layout
+    used = torch.ones(len(layout.names), dtype=torch.int32)
+    used[list(sync.gradients.unused)] = 0
+    group.all_reduce(used, Op.MAX).wait()
+    names = [name for name, is_used in zip(layout.names, used.tolist(), strict=True) if not is_used]
+    if names and unused == "error":
+        raise UserError(
+            f"{len(names)} parameter(s) got no gradient: {shorten(names)}.",
+            why="no sample of the whole batch reached them, so training cannot change them",
+            hint="freeze them with `requires_grad_(False)`, remove them, or pass unused='zero'",
+        )
+
+
+def check_same_step(group: Group, step: int) -> None:
+    """All workers must resume from the same checkpoint."""
+    everyone = torch.empty(group.size, dtype=torch.int64)
+    group.all_gather(everyone, torch.tensor([step])).wait()
+    if len(set(everyone.tolist())) > 1:
+        raise UserError(
+            f"The workers found different checkpoints: steps {sorted(set(everyone.tolist()))}.",
+            why="they do not see the same run folder, or it changed while they started",
+            hint="put the run folder where all workers see it",
+        )
+
+
+def open_store(
+    run_dir: str | None, settings: Settings, recorder: Recorder, trainer: int, opened: ExitStack
+) -> FolderStore | None:
+    if run_dir is None:
+        return None
+
+    def tell(kind: str, data: Mapping[str, Any]) -> None:
+        recorder.event(kind, **{name: value for name, value in data.items() if name != "step"})
+        if kind in ("checkpoint_failed", "checkpoint_skipped") and recorder.rank == 0:
+            words = [str(data[name]) for name in ("message", "path", "reason", "why", "hint") if data.get(name)]
+            print(f"shoal: {kind.replace('_', ' ')}: {'; '.join(words)}", file=sys.stderr)
+
+    name = "checkpoints" if trainer == 0 else f"checkpoints-{trainer}"
+    store = FolderStore(Path(run_dir) / name, keep=settings.keep, on_event=tell)
+    opened.callback(store.close)
+    return store
+
+
+def record_settings(
+    recorder: Recorder, settings: Settings, origins: Mapping[str, str], ledger: Ledger, traits: Traits, sync: Sync
+) -> None:
+    """Write down every value in effect and where it came from."""
+    if recorder.rank != 0:
+        return
+    values = {name: {"value": value, "source": origins[name]} for name, value in asdict(settings).items()}
+    values["shards"] = {"value": ledger.num_shards, "source": origins["shards"] if settings.shards else "chosen"}
+    values["threads"] = {"value": torch.get_num_threads(), "source": origins["threads"]}
+    found = {"sync": type(sync).__name__, "is_random": traits.is_random, "changing_buffers": len(traits.changing)}
+    values |= {name: {"value": value, "source": "found"} for name, value in found.items()}
+    recorder.event("settings", None, **values)
+
+
+def next_goal(
+    ledger: Ledger, goal: Place, epochs: int | None, steps: int | None
+) -> tuple[int | None, int | None, Place | None]:
+    """Where training so much more ends: (epoch, step, place); the place of a stream is not known beforehand."""
+    amount, name = (epochs, "epochs") if steps is None else (steps, "steps")
+    if (epochs is None) == (steps is None) or not isinstance(amount, int) or amount < 0:
+        raise UserError(
+            f"fit({name}={amount!r}) does not say how long to train.",
+            why="exactly one of epochs= and steps= must be given, a whole number of 0 or more",
+            hint="use `trainer.fit(epochs=3)` or `trainer.fit(steps=1000)`",
+        )
+    if steps is not None:
+        stop = goal.step + steps
+        return None, stop, ledger.place(ledger.position(stop))
+    epoch = goal.epoch + amount
+    if ledger.num_samples is None:
+        return epoch, None, None
+    return epoch, None, ledger.place(epoch * ledger.num_samples)
+
+
+def last_step(ledger: Ledger, stop_epoch: int | None, stop_step: int | None) -> int | None:
+    """How many steps there will be in all, where that is known."""
+    if stop_step is not None or stop_epoch is None or ledger.steps_per_epoch is None:
+        return stop_step
+    return stop_epoch * ledger.steps_per_epoch

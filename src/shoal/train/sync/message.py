@@ -1,0 +1,133 @@
+"""Copies that do not share memory: each worker keeps all parameters, and gradients travel as messages."""
+
+import math
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from shoal.comm.group import Group, Work
+from shoal.train import tree
+from shoal.train.gradients import Gradients
+from shoal.train.replica import Replica
+from shoal.train.summing import StepSum, square_of
+from shoal.train.sync.sync import Outcome, Row
+from shoal.train.sync.table import StepTable, check_norm
+
+BUCKET_ELEMENTS = 2**20
+"""Gradients are sent in buckets of this size: large enough to fill a link, small enough to start early."""
+
+
+class MessageSync:
+    """Sums gradients bucket by bucket while backward goes on; every worker then makes the same update.
+
+    Works over any Group and with any optimizer. In exact mode the workers exchange the sums of whole subtrees and
+    each adds them up along the step's tree, which moves more bytes but does not depend on who had which shard.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        num_shards: int,
+        exact: bool,
+        max_norm: float | None = None,
+        ema_decay: float | None = None,
+    ) -> None:
+        self._group = group
+        self._exact = exact
+        self._max_norm = max_norm
+        device = next(model.parameters()).device
+        self.replica = Replica(
+            model,
+            optimizer,
+            allocate=lambda size, dtype: torch.zeros(size, dtype=dtype, device=device),
+            owner=(0, 1),
+            is_source=True,
+            ema_decay=ema_decay,
+        )
+        group.broadcast(self.replica.flat.values, root=0).wait()
+        layout = self.replica.flat.layout
+        self._total = layout.total
+        self._stops = [*range(BUCKET_ELEMENTS, layout.total, BUCKET_ELEMENTS), layout.total]
+        # In exact mode sums of subtrees come first; without it buckets are summed where the optimizer reads them.
+        num_slots = tree.most_nodes(num_shards)
+        gradient = self.replica.gradient
+        self._slots = [torch.zeros_like(gradient) for _ in range(num_slots)] if exact else [gradient]
+        self.gradients = Gradients(
+            self.replica.flat.parameters, layout, self._slots, exact=exact, on_ready=self._send
+        )
+        self._table = StepTable(num_shards, group.size, lambda size: torch.zeros(size, dtype=torch.float64))
+        self._sent: list[Work] = []
+
+    def begin(self, num_shards: int, assignment: Sequence[range]) -> None:
+        self._num_shards = num_shards
+        self._assignment = assignment
+        self._sent = []
+        self._table.clear()
+        self.gradients.begin(num_shards, assignment[self._group.rank])
+
+    def post(self, rows: Sequence[Row], mine: range, seconds_per_sample: float) -> None:
+        self._table.write(rows, mine, self._group.rank, seconds_per_sample)
+
+    def _send(self, num_elements: int) -> None:
+        """Send every bucket that is now final."""
+        for stop in self._stops[len(self._sent) : bisect_right(self._stops, num_elements)]:
+            start = self._stops[len(self._sent) - 1] if self._sent else 0
+            self._sent.append(self._group.all_reduce(self._slots[0][start:stop]))
+
+    def finish(self) -> Outcome:
+        started = time.perf_counter()
+        self.gradients.end()
+        if not self.gradients.nodes:
+            self._slots[0].zero_()
+            if not self._exact:
+                self._send(self._total)
+        assert self._table.values is not None, "every worker has a shard in the first step"
+        work = self._group.all_reduce(self._table.values)
+        if self._exact:
+            self._gather()
+        for sent in [*self._sent, work]:
+            sent.wait()
+        totals = self._table.read(self._num_shards)
+        self.replica.gradient.mul_(1.0 / totals.weight)
+        norm = check_norm(self._norm())
+        if self._max_norm is not None and norm > self._max_norm:
+            self.replica.gradient.mul_(self._max_norm / norm)
+        self.replica.update()
+        return Outcome(
+            totals=totals,
+            norm=norm,
+            communicate=time.perf_counter() - started,
+            wait=0.0,
+            waited_for=None,
+        )
+
+    def _norm(self) -> float:
+        """Chunk by chunk, as the workers that share memory do, so that the result is the same to the last bit."""
+        return math.sqrt(math.fsum(float(square_of(chunk)) for chunk in self.replica.gradients))
+
+    def _gather(self) -> None:
+        """Collect every worker's subtree sums and add them up along the tree, a bucket at a time."""
+        addition = StepSum(self._assignment, self._num_shards, exact=True)
+        num_slots = addition.num_slots
+        registers = [self._slots[0].new_empty(BUCKET_ELEMENTS) for _ in range(tree.most_registers(self._num_shards))]
+        start = 0
+        for stop in self._stops:
+            mine = torch.cat([slot[start:stop] for slot in self._slots[:num_slots]])
+            gathered = mine.new_empty(self._group.size * mine.numel())
+            self._group.all_gather(gathered, mine).wait()
+            parts = gathered.view(self._group.size, num_slots, stop - start)
+            addition.into(self.replica.gradient[start:stop], parts.__getitem__, registers)
+            start = stop
+
+    def barrier(self) -> None:
+        self._group.barrier()
+
+    def close(self) -> None:
+        self.gradients.detach()
+        self.replica.flat.release()

@@ -1,0 +1,158 @@
+"""Copies that live on one host: parameters exist once, and every worker sums and updates its own slice of them."""
+
+import math
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from shoal.comm.shm import ShmGroup
+from shoal.train import tree
+from shoal.train.flat import CHUNK
+from shoal.train.gradients import Gradients
+from shoal.train.replica import Replica
+from shoal.train.summing import StepSum, square_of
+from shoal.train.sync.sync import Outcome, Row
+from shoal.train.sync.table import StepTable, check_norm
+
+READY, POSTED, SUMMED, UPDATED = range(4)
+"""Signals of a step: gradients filled up to a chunk, rows posted, slice summed, slice updated."""
+
+BUCKET_CHUNKS = 16
+"""How many chunks are announced at once: 4 MiB of float32."""
+
+
+class SharedMemorySync:
+    """Sums and updates slices of one set of parameters in shared memory.
+
+    Each worker's gradients live in a shared buffer. Rank r reads its slice of everybody's, adds them up in
+    cache-sized chunks, and runs the optimizer on that slice: nothing is gathered, and the optimizer's work and
+    state are divided. A worker that is early sums what the others have announced while they still run backward.
+    """
+
+    def __init__(
+        self,
+        group: ShmGroup,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        num_shards: int,
+        exact: bool,
+        max_norm: float | None = None,
+        ema_decay: float | None = None,
+    ) -> None:
+        self._group = group
+        self._exact = exact
+        self._max_norm = max_norm
+        self.replica = Replica(
+            model,
+            optimizer,
+            allocate=lambda size, dtype: group.common(size * dtype.itemsize).view(dtype),
+            owner=(group.rank, group.size),
+            is_source=group.rank == 0,
+            ema_decay=ema_decay,
+        )
+        layout = self.replica.flat.layout
+        self._total = layout.total
+        self._stops = [chunk.stop for chunk in layout.chunks]
+        self._first = bisect_right(self._stops, self.replica.owned[0].start) if self.replica.owned else 0
+        self._squares = group.common(4 * len(layout.chunks)).view(torch.float32)
+        self._table = StepTable(num_shards, group.size, lambda size: group.common(8 * size).view(torch.float64))
+        self._turn = 0
+        self._make_slots(num_shards)
+        group.barrier()
+
+    def _make_slots(self, num_shards: int) -> None:
+        """Make everybody's gradient buffers, and views of the chunks that this rank sums."""
+        dtype = self.replica.flat.dtype
+        num_slots = tree.most_nodes(num_shards) if self._exact else 1
+        shared = self._group.share(self._total * dtype.itemsize * num_slots)
+        slots = [buffer.view(dtype).split(self._total) for buffer in shared.all]
+        self._sources = {
+            (rank, slot): [values[c.start : c.stop] for c in self.replica.owned]
+            for rank, of_rank in enumerate(slots)
+            for slot, values in enumerate(of_rank)
+        }
+        self._registers = [torch.empty(CHUNK, dtype=dtype) for _ in range(tree.most_registers(num_shards))]
+        self.gradients = Gradients(
+            self.replica.flat.parameters,
+            self.replica.flat.layout,
+            slots[self._group.rank],
+            exact=self._exact,
+            on_ready=self._announce,
+        )
+
+    def begin(self, num_shards: int, assignment: Sequence[range]) -> None:
+        self._turn += 1
+        self._announced = 0
+        self._waited = 0.0
+        self._longest_wait = 1e-4
+        self._waited_for: int | None = None
+        self._num_shards = num_shards
+        self.gradients.begin(num_shards, assignment[self._group.rank])
+        self._addition = StepSum(assignment, num_shards, exact=self._exact)
+
+    def post(self, rows: Sequence[Row], mine: range, seconds_per_sample: float) -> None:
+        self._table.write(rows, mine, self._group.rank, seconds_per_sample)
+        self._group.signal(POSTED, self._turn)
+
+    def _announce(self, num_elements: int) -> None:
+        """Tell the others how far the gradient buffer is final, bucket by bucket."""
+        chunks = bisect_right(self._stops, num_elements)
+        if chunks == len(self._stops) or chunks - self._announced >= BUCKET_CHUNKS:
+            self._announced = chunks
+            self._group.signal(READY, self._turn * (len(self._stops) + 1) + chunks)
+
+    def finish(self) -> Outcome:
+        started = time.perf_counter()
+        self.gradients.end()
+        if self._exact or not self.gradients.nodes:
+            self._announce(self._total)
+        self._wait(POSTED, self._turn)
+        totals = self._table.read(self._num_shards)
+        self._sum(1.0 / totals.weight)
+        self._group.signal(SUMMED, self._turn)
+        self._wait(SUMMED, self._turn)
+        norm = check_norm(math.sqrt(math.fsum(self._squares.tolist())))
+        if self._max_norm is not None and norm > self._max_norm:
+            self.replica.gradient.mul_(self._max_norm / norm)
+        self.replica.update()
+        self._group.signal(UPDATED, self._turn)
+        self._wait(UPDATED, self._turn)
+        return Outcome(
+            totals=totals,
+            norm=norm,
+            communicate=time.perf_counter() - started - self._waited,
+            wait=self._waited,
+            waited_for=self._waited_for,
+        )
+
+    def _wait(self, channel: int, value: int) -> None:
+        started = time.perf_counter()
+        last = self._group.wait(channel, value)
+        seconds = time.perf_counter() - started
+        if seconds > self._longest_wait:
+            self._longest_wait, self._waited_for = seconds, last
+        self._waited += seconds
+
+    def _sum(self, scale: float) -> None:
+        """Add up everybody's gradients of the owned chunks and divide by the weight of the batch."""
+        base = self._turn * (len(self._stops) + 1)
+        ready = 0
+        squares = self._squares[self._first :]
+        for index, out in enumerate(self.replica.gradients):
+            if self._first + index >= ready:
+                ready = min(self._first + index + BUCKET_CHUNKS, len(self._stops))
+                self._wait(READY, base + ready)
+            self._addition.into(out, lambda source: self._sources[source][index], self._registers)  # noqa: B023
+            out.mul_(scale)
+            squares[index] = square_of(out)
+
+    def barrier(self) -> None:
+        self._group.barrier()
+
+    def close(self) -> None:
+        self.gradients.detach()
+        self.replica.flat.release()

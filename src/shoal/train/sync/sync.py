@@ -1,0 +1,77 @@
+"""How the copies of a model agree: the protocol, and what travels with a step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from shoal.train.gradients import Gradients
+from shoal.train.replica import Replica
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What one shard (or a run of merged shards, under the first one's number) says of a step.
+
+    `weight` is what the loss sum is to be divided by: the number of samples, or the user's own weights.
+    `buffers` are the values that the model's changing buffers have after this shard's forward.
+    """
+
+    shard: int
+    weight: float
+    loss: float
+    num_samples: int
+    buffers: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """The rows of a step, combined. `loss` is the true mean; `buffers` the mean over samples."""
+
+    weight: float
+    loss: float
+    buffers: torch.Tensor | None
+    seconds_per_sample: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What all workers know after a step. `norm` is the gradient's, before clipping. Durations are seconds."""
+
+    totals: Totals
+    norm: float
+    communicate: float
+    wait: float
+    waited_for: int | None
+
+
+class Sync(Protocol):
+    """Turns gradients of parts of a batch into one update of the whole.
+
+    A step is: `begin`, then for each piece `gradients.open`, backward, `gradients.close`, with `post` before the
+    last backward, then `finish`. After `finish` returns, all members have the same parameters.
+    """
+
+    gradients: Gradients
+    replica: Replica
+
+    def begin(self, num_shards: int, assignment: Sequence[range]) -> None:
+        """Start a step of `num_shards` shards; `assignment` says which of them each rank has."""
+        ...
+
+    def post(self, rows: Sequence[Row], mine: range, seconds_per_sample: float) -> None:
+        """Tell the others what this worker's shards weigh and lost."""
+        ...
+
+    def finish(self) -> Outcome:
+        """Sum, agree and update. Raises where a member is gone or a value is not finite; nothing was changed then."""
+        ...
+
+    def barrier(self) -> None:
+        """Meet everybody."""
+        ...
+
+    def close(self) -> None:
+        """Give parameters memory of their own again and release what is shared."""
+        ...

@@ -1,0 +1,98 @@
+"""A small table that all workers fill and read in every step: one row a shard, one row a rank."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from shoal.spec.errors import UserError
+from shoal.train.sync.sync import Row, Totals
+
+WEIGHT, LOSS, SAMPLES, BUFFERS = range(4)
+
+
+class StepTable:
+    """What the shards of a step weigh and lost, and how fast each rank is.
+
+    `allocate(num_elements)` gives a float64 buffer, called at the first `write`, when the width is known: by then
+    a forward has shown which of the model's buffers change. Doubles hold floats and counts exactly, and all sums
+    over rows are taken in shard order (or correctly rounded), so they are the same on every rank.
+    """
+
+    def __init__(self, num_shards: int, num_ranks: int, allocate: Callable[[int], torch.Tensor]) -> None:
+        self._num_shards = num_shards
+        self._num_ranks = num_ranks
+        self._allocate = allocate
+        self.values: torch.Tensor | None = None
+
+    def write(self, rows: Sequence[Row], mine: range, rank: int, seconds_per_sample: float) -> None:
+        """Fill in the rows of the shards in `mine`; merged shards leave the rest of their rows empty."""
+        table = self._rows(rows)
+        table[mine.start : mine.stop] = 0
+        for row in rows:
+            table[row.shard, :BUFFERS] = row.weight, row.loss, row.num_samples
+            if row.buffers is not None:
+                table[row.shard, BUFFERS:] = row.buffers.numpy()
+        table[self._num_shards + rank, 0] = seconds_per_sample
+
+    def _rows(self, rows: Sequence[Row] = ()) -> np.ndarray:
+        height = self._num_shards + self._num_ranks
+        if self.values is None:
+            buffers = rows[0].buffers if rows else None
+            width = BUFFERS + (0 if buffers is None else buffers.numel())
+            self.values = self._allocate(height * width)
+        return self.values.numpy().reshape(height, -1)
+
+    def clear(self) -> None:
+        """Empty all rows, for tables that are added up rather than shared."""
+        if self.values is not None:
+            self.values.zero_()
+
+    def read(self, num_shards: int) -> Totals:
+        """Combine the rows of the step's `num_shards` shards."""
+        table = self._rows()
+        rows = table[:num_shards]
+        samples = rows[:, SAMPLES]
+        weight = math.fsum(rows[:, WEIGHT])
+        loss = math.fsum(rows[:, LOSS])
+        check_finite(rows)
+        buffers = _mean(rows[:, BUFFERS:], samples) if table.shape[1] > BUFFERS else None
+        speeds = table[self._num_shards :, 0]
+        return Totals(weight=weight, loss=loss / weight, buffers=buffers, seconds_per_sample=tuple(speeds.tolist()))
+
+
+def _mean(rows: np.ndarray, samples: np.ndarray) -> torch.Tensor:
+    """The mean over samples, one row after the other: a library's matrix product may order its sums otherwise."""
+    total = np.zeros(rows.shape[1])
+    for row, count in zip(rows, samples, strict=True):
+        total += row * count
+    return torch.from_numpy(total / samples.sum())
+
+
+def check_finite(rows: np.ndarray) -> None:
+    """Raise the same error on every rank where a loss is not a number."""
+    bad = np.flatnonzero(~np.isfinite(rows[:, LOSS]))
+    if bad.size:
+        raise UserError(
+            f"The loss is {rows[bad[0], LOSS]} in shard {bad[0]}.",
+            why="a step with it would destroy the parameters; it was not taken",
+            hint="lower the learning rate, clip with `max_norm=1.0`, or look at the samples of that shard",
+        )
+    if math.fsum(rows[:, WEIGHT]) <= 0:
+        raise UserError(
+            "The weights of the whole batch add up to zero.",
+            why="the loss returned (sum, weight) pairs and every weight was 0",
+            hint="leave samples without targets out of the dataset, or check the mask",
+        )
+
+
+def check_norm(norm: float) -> float:
+    """Raise the same error on every rank where a gradient is not a number."""
+    if not math.isfinite(norm):
+        raise UserError(
+            f"The gradient's norm is {norm}, though the loss is a number.",
+            why="a step with it would destroy the parameters; it was not taken",
+            hint="lower the learning rate, or look for a square root, logarithm or division at 0 in the loss",
+        )
+    return norm

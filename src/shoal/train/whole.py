@@ -1,0 +1,52 @@
+"""A user's optimizer that looks at whole tensors, run as it is on every worker."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from shoal.train.flat import FlatModel
+
+
+class WholeOptimizer:
+    """Gives each parameter its part of the flat gradient and lets the optimizer do the rest."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, flat: FlatModel, gradient: torch.Tensor) -> None:
+        self.optimizer = optimizer
+        self._flat = flat
+        self._gradients = list(flat.views(gradient))
+
+    def step(self) -> None:
+        for parameter, gradient in zip(self._flat.parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        self.optimizer.step()
+        for parameter in self._flat.parameters:
+            parameter.grad = None
+
+    def missing_state(self) -> list[str]:
+        """None: the state stays where the optimizer put it."""
+        return []
+
+    def adopt_state(self, name: str, flat: torch.Tensor) -> None:
+        raise AssertionError("a whole optimizer keeps its own state")
+
+    def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in zip(self._flat.layout.names, self._flat.parameters, strict=True):
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{name}/{key}", value
+
+    def scalars(self) -> list[dict[str, float]]:
+        """None: counts are tensors of their own in `named_state`."""
+        return [{} for _ in self.optimizer.param_groups]
+
+    def restore(
+        self,
+        state: Mapping[str, torch.Tensor],
+        scalars: Sequence[Mapping[str, float]],
+        allocate: Callable[[], torch.Tensor],
+    ) -> None:
+        for name, parameter in zip(self._flat.layout.names, self._flat.parameters, strict=True):
+            for key, value in state.items():
+                owner, _, field = key.rpartition("/")
+                if owner == name:
+                    self.optimizer.state[parameter][field] = value.to(parameter.device, copy=True)
