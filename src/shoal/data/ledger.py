@@ -57,7 +57,7 @@ class Ledger:
         and the stream corrects it.
         """
         if self.num_samples is None:
-            return Place(step=position // self.batch_size, epoch=0, offset=position, position=position)
+            return Place(step=-(-position // self.batch_size), epoch=0, offset=position, position=position)
         epoch, offset = divmod(position, self.num_samples)
         steps = -(-self.num_samples // self.batch_size)
         return Place(step=epoch * steps + offset // self.batch_size, epoch=epoch, offset=offset, position=position)

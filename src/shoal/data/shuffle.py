@@ -68,7 +68,7 @@ class _Network:
         self.keys = [np.uint64(mix(seed, epoch, number)) for number in range(num_rounds)]
 
     def scramble(self, positions: Words) -> Words:
-        """Where each position of the rectangle goes. Rounds are even in number, so both digits end in their places."""
+        """Where each position of the rectangle goes. As rounds are even in number, digits end in their places."""
         moved, fixed = np.divmod(positions, self.columns)
         size, other_size = self.rows, self.columns
         for key in self.keys:

@@ -1,0 +1,69 @@
+"""Failures of the user's data code, told in the user's terms: which sample, which line, which shapes."""
+
+import sysconfig
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.spec.errors import UserError
+
+_OURS = str(Path(__file__).resolve().parent.parent)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {_OURS})
+
+
+def user_place(error: BaseException) -> str:
+    """The innermost `file:line` of a traceback that is neither shoal's nor a library's, or else the innermost."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
+    chosen = (theirs or list(frames))[-1:]
+    return "".join(f"{frame.filename}:{frame.lineno}" for frame in chosen)
+
+
+def blame(error: Exception, message: str, *, why: str = "", hint: str = "") -> UserError:
+    """An error that says what the user's code did and where, and keeps the whole story in `remote_traceback`."""
+    return UserError(
+        message,
+        why=why or f"{type(error).__name__}: {error}",
+        hint=hint,
+        where=user_place(error),
+        remote_traceback="".join(traceback.format_exception(error)),
+    )
+
+
+def collate_failed(error: Exception, samples: Sequence[Any], ids: Sequence[int]) -> UserError:
+    """Explain why samples could not be put together, by the first two that differ where there are such."""
+    difference = _first_difference(samples)
+    if difference is None:
+        return blame(error, f"Samples {ids[0]} to {ids[-1]} could not be collated into a batch.")
+    number, part, here, there = difference
+    return blame(
+        error,
+        f"Samples {ids[0]} and {ids[number]} cannot go into one batch: {part} is {here} in the first and {there} in "
+        "the second.",
+        why="the samples of a batch are stacked, so they need equal shapes and types",
+        hint="pad or crop them in the dataset, or pass `collate=` a function that can put them together",
+    )
+
+
+def _first_difference(samples: Sequence[Any]) -> tuple[int, str, str, str] | None:
+    first = _describe(samples[0], "the sample")
+    for number, sample in enumerate(samples):
+        other = _describe(sample, "the sample")
+        for part in [*first, *other]:
+            here, there = first.get(part, "missing"), other.get(part, "missing")
+            if here != there:
+                return number, part, here, there
+    return None
+
+
+def _describe(value: Any, name: str) -> dict[str, str]:
+    """The shape or type of every part of a sample, by a name people recognise: `item['x']`, `item[0]`."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return {name: f"a {type(value).__name__} of shape {tuple(value.shape)}"}
+    inside = "item" if name == "the sample" else name
+    if isinstance(value, Mapping):
+        return {k: v for key, part in value.items() for k, v in _describe(part, f"{inside}[{key!r}]").items()}
+    if isinstance(value, (tuple, list)):
+        return {k: v for key, part in enumerate(value) for k, v in _describe(part, f"{inside}[{key}]").items()}
+    return {name: f"a {type(value).__name__}"}

@@ -1,0 +1,187 @@
+"""Batches in time: loads the next steps while the current one is computed."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from queue import SimpleQueue
+from typing import Protocol, Self
+
+from shoal.data.ledger import Ledger, Place, StepPlan, plan_steps
+from shoal.data.processes import ProcessLoading
+from shoal.data.readers import IndexedReader, Loaded, PlainReader, Reader
+from shoal.data.sources import Source
+from shoal.data.stream import StreamReader, StreamSource
+from shoal.spec.errors import UserError
+
+_JOIN_SECONDS = 5.0
+
+
+class Loader:
+    """Iterates over (StepPlan, one batch for each of its pieces), loading in the background.
+
+    `depth` is how many plans are pulled ahead: while the caller works on step t, at most t + depth is planned, so
+    other shares can take effect at step t + depth + 1. It is at least `num_processes`. `load_seconds` is how long
+    the caller really waited for the last item, `total_load_seconds` for all of them.
+
+    Where loading takes place (see `randomness.py` for why):
+    - data that draws no random numbers: a thread;
+    - a dataset that draws random numbers, and any stream: one process, or with `num_processes=0` the calling thread,
+      between two steps and not in the background;
+    - `num_processes=n`: n processes (one for a stream), for datasets that are heavy on Python.
+
+    Use as a context manager: leaving it ends threads and processes at once. Errors of the user's data code surface
+    here, with their file and line, when the step they belong to is asked for.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        plans: Iterable[StepPlan],
+        *,
+        seed: int = 0,
+        depth: int = 2,
+        num_processes: int | None = None,
+        stop_epoch: int | None = None,
+    ) -> None:
+        if depth < 1 or (num_processes or 0) < 0:
+            raise UserError(f"A loader cannot have depth {depth} and {num_processes} processes.")
+        draws = source.draws
+        if num_processes is None:
+            num_processes = 1 if draws else 0
+        if isinstance(source, StreamSource):
+            num_processes = min(num_processes, 1)
+        self.num_processes = num_processes
+        self.depth = max(depth, num_processes)
+        self.load_seconds = 0.0
+        self.total_load_seconds = 0.0
+        self._loading = self._start(source, iter(plans), seed, stop_epoch)
+
+    def _start(self, source: Source, plans: Iterator[StepPlan], seed: int, stop_epoch: int | None) -> "Loading":
+        reader = partial(_private_reader, source, seed, stop_epoch)
+        if self.num_processes:
+            return ProcessLoading(reader, plans, self.depth, self.num_processes)
+        if isinstance(source, StreamSource) or source.draws:
+            return InlineLoading(reader(), plans)
+        return ThreadLoading(partial(PlainReader, source), plans, self.depth)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Loaded:
+        began = time.perf_counter()
+        loaded = self._loading.next()
+        self.load_seconds = time.perf_counter() - began
+        self.total_load_seconds += self.load_seconds
+        if loaded is None:
+            raise StopIteration
+        return loaded
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._loading.close()
+
+
+def load_steps(
+    source: Source,
+    ledger: Ledger,
+    place: Place,
+    mine: Callable[[int], range],
+    *,
+    merge: bool = True,
+    max_piece: int | None = None,
+    stop_step: int | None = None,
+    stop_epoch: int | None = None,
+    depth: int = 2,
+    num_processes: int | None = None,
+) -> Loader:
+    """Load a worker's part of every step from `place` on, of a stream as well: see `plan_steps` and `Loader`."""
+    plans = plan_steps(
+        ledger, place, mine, merge=merge, max_piece=max_piece, stop_step=stop_step, stop_epoch=stop_epoch
+    )
+    return Loader(source, plans, seed=ledger.seed, depth=depth, num_processes=num_processes, stop_epoch=stop_epoch)
+
+
+def _private_reader(source: Source, seed: int, stop_epoch: int | None) -> Reader:
+    if isinstance(source, StreamSource):
+        return StreamReader(source, seed, stop_epoch)
+    return IndexedReader(source, seed)
+
+
+class Loading(Protocol):
+    """Where loading takes place."""
+
+    def next(self) -> Loaded | None: ...
+    def close(self) -> None: ...
+
+
+class InlineLoading:
+    """Loads when asked, in the calling thread."""
+
+    def __init__(self, reader: Reader, plans: Iterator[StepPlan]) -> None:
+        self._reader = reader
+        self._plans = plans
+
+    def next(self) -> Loaded | None:
+        plan = next(self._plans, None)
+        return None if plan is None else self._reader.load(plan)
+
+    def close(self) -> None:
+        self._plans = iter(())
+
+
+class ThreadLoading:
+    """Loads in a thread. The thread ends after the last plan, after an error, or at the next sample once closed."""
+
+    def __init__(self, reader: Callable[[Callable[[], None]], Reader], plans: Iterator[StepPlan], depth: int) -> None:
+        self._reader = reader(self._check_open)
+        self._plans = plans
+        self._ready: SimpleQueue[Loaded | BaseException | None] = SimpleQueue()
+        self._room = threading.Semaphore(depth)
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="shoal-loader", daemon=True)
+        self._thread.start()
+
+    def next(self) -> Loaded | None:
+        loaded = self._ready.get()
+        if loaded is None or isinstance(loaded, BaseException):
+            # Whoever asks again gets the same answer instead of waiting for ever.
+            self._ready.put(loaded)
+        if isinstance(loaded, BaseException):
+            raise loaded
+        self._room.release()
+        return loaded
+
+    def close(self) -> None:
+        """End the thread. One that is stuck in a sample is left behind after a while and ends with that sample."""
+        self._is_closed = True
+        self._room.release()
+        self._thread.join(_JOIN_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            while (plan := self._pull()) is not None:
+                self._ready.put(self._reader.load(plan))
+            self._ready.put(None)
+        except _Closed:
+            self._ready.put(None)
+        except BaseException as error:
+            self._ready.put(error)
+
+    def _pull(self) -> StepPlan | None:
+        self._room.acquire()
+        self._check_open()
+        return next(self._plans, None)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise _Closed
+
+
+class _Closed(Exception):
+    """Nobody wants the rest."""

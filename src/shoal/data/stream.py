@@ -1,0 +1,151 @@
+"""Datasets that can only be walked from the start: every worker walks the same stream and keeps its own samples.
+
+Nobody needs to be asked who has what, so every sample is used exactly once; the price is that each worker reads,
+though does not collate, all of it. The epoch ends when the stream ends, however long it was the last time. Resuming
+walks to where it was.
+"""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import IterableDataset, default_collate
+
+from shoal.data.failures import blame
+from shoal.data.ledger import Ledger, Place, StepPlan, plan_at
+from shoal.data.randomness import preserved_generators, read_generators, seed_generators, write_generators
+from shoal.data.samples import Collate, collated
+from shoal.spec.errors import UserError
+
+_ENDLESS = Ledger(num_samples=None, batch_size=1)
+
+
+class StreamSource:
+    """A dataset with `__iter__` only, which must start anew and give the same samples to every worker.
+
+    `set_epoch(epoch)` is called before each epoch where the dataset has it. Generators of the process are seeded with
+    (seed, epoch) before, so a stream that shuffles by them does it alike everywhere.
+    """
+
+    num_samples = None
+    draws = True
+
+    def __init__(self, dataset: Any, collate: Collate | None = None) -> None:
+        self._dataset = dataset
+        self.name = type(dataset).__name__
+        self.collate = collate or default_collate
+        # An IterableDataset may be its own iterator and still start anew; if it does not, the second epoch is empty.
+        if isinstance(dataset, Iterator) and not isinstance(dataset, IterableDataset):
+            raise UserError(
+                f"The dataset is a {self.name}, which can be walked only once.",
+                why="every epoch, and every resumed run, starts the stream anew",
+                hint="pass an object whose `__iter__` starts from the beginning, such as a torch IterableDataset",
+            )
+
+    def open(self, epoch: int) -> Iterator[Any]:
+        """The stream of an epoch from its first sample."""
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+        return iter(self._dataset)
+
+
+class StreamReader:
+    """Walks a stream step by step. It knows best where it is, so it corrects the place and count of each plan."""
+
+    def __init__(self, source: StreamSource, seed: int, stop_epoch: int | None = None) -> None:
+        self._source = source
+        self._seed = seed
+        self._stop_epoch = stop_epoch
+        self._stream: Iterator[Any] | None = None
+        self._generators: Any = None
+        self._place: Place | None = None
+
+    def load(self, plan: StepPlan) -> tuple[StepPlan, tuple[Any, ...]] | None:
+        """The next step, cut as planned; None when the last epoch is over. Holds one global batch of raw samples."""
+        if self._place is None:
+            self._place = self._walk_to(plan.place, plan.count)
+        samples: list[Any] = []
+        while not samples:
+            if self._stop_epoch is not None and self._place.epoch >= self._stop_epoch:
+                return None
+            samples = self._read(plan.count)
+            place = self._place
+            self._place = self._after(place, len(samples), ended=len(samples) < plan.count)
+        plan = plan_at(_ENDLESS, place, plan.cut, len(samples))
+        return plan, self._collate(plan, samples)
+
+    def _after(self, place: Place, count: int, ended: bool) -> Place:
+        if ended:
+            self._stream = None
+            self._check_not_empty(place.epoch, place.offset + count)
+        return Place(
+            step=place.step + (count > 0),
+            epoch=place.epoch + ended,
+            offset=0 if ended else place.offset + count,
+            position=place.position + count,
+        )
+
+    def _walk_to(self, place: Place, batch_size: int) -> Place:
+        """Skip what was used before, through as many epochs as it takes, counting the steps they had.
+
+        Steps are rounded up: only the last one of an epoch is smaller, so it was used whole.
+        """
+        epoch, missing = place.epoch, place.offset
+        steps = place.step + (-place.offset // batch_size)
+        self._place = Place(step=steps, epoch=epoch, offset=0, position=place.position - place.offset)
+        while (length := self._skip(missing)) < missing:
+            self._check_not_empty(epoch, length)
+            epoch, missing, steps = epoch + 1, missing - length, steps - (-length // batch_size)
+            self._stream = None
+            self._place = Place(step=steps, epoch=epoch, offset=0, position=place.position - missing)
+        return Place(step=steps - (-missing // batch_size), epoch=epoch, offset=missing, position=place.position)
+
+    def _skip(self, count: int) -> int:
+        """Walk over samples without keeping them; how many there were."""
+        done = 0
+        while done < count and (walked := len(self._read(min(1024, count - done)))):
+            done += walked
+        return done
+
+    def _read(self, count: int) -> list[Any]:
+        """Up to `count` samples, with the stream's own random numbers."""
+        with preserved_generators():
+            if self._stream is not None:
+                write_generators(self._generators)
+            try:
+                self._stream = self._stream or self._open()
+                samples = list(islice(self._stream, count))
+            except UserError:
+                raise
+            except Exception as error:
+                raise blame(error, f"The stream ({self._source.name}) failed in epoch {self._epoch}.") from error
+            self._generators = read_generators()
+        return samples
+
+    def _open(self) -> Iterator[Any]:
+        seed_generators(self._seed, self._epoch)
+        return self._source.open(self._epoch)
+
+    @property
+    def _epoch(self) -> int:
+        assert self._place is not None
+        return self._place.epoch
+
+    def _check_not_empty(self, epoch: int, length: int) -> None:
+        if length == 0:
+            raise UserError(
+                f"The stream ({self._source.name}) gave no sample in epoch {epoch}.",
+                why="it is empty" if epoch == 0 else "it gave samples before, so it may not start anew",
+                hint="its `__iter__` must start from the beginning each time it is called",
+            )
+
+    def _collate(self, plan: StepPlan, samples: list[Any]) -> tuple[Any, ...]:
+        """This worker's pieces. Its random numbers must not disturb those of the stream, which all workers share."""
+        batches = []
+        with preserved_generators():
+            for piece in plan.pieces:
+                numbers = piece.ids.tolist()
+                seed_generators(self._seed, plan.epoch, -1 - numbers[0])
+                mine = [samples[number - plan.offset] for number in numbers]
+                batches.append(collated(self._source.collate, mine, numbers))
+        return tuple(batches)
