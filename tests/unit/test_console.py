@@ -195,6 +195,19 @@ class TestProgress:
         text = progress_text({0: PROGRESS}, 79)
         assert text == "step 120/500  loss 1.234  3.4k/s  2w  eta 0:42  compute 82 wait 6 comm 9 load 3"
 
+    def test_small_shares_of_time_go_before_large_ones(self):
+        texts = [progress_text({0: PROGRESS}, width) for width in (75, 70, 62, 55, 40, 24, 15)]
+        assert [text.partition("eta 0:42")[2].strip() for text in texts] == [
+            "compute 82 wait 6 comm 9 load 3",
+            "compute 82 wait 6 comm 9",
+            "compute 82 comm 9",
+            "compute 82",
+            "",
+            "",
+            "",
+        ]
+        assert texts[-2:] == ["step 120/500  loss 1.234", "step 120/500"]
+
     @pytest.mark.parametrize("width", range(130))
     def test_every_width_is_kept(self, width):
         big = {**PROGRESS, "step": 10**9, "num_steps": 10**10, "loss": -1e-300, "samples_per_second": 1e15}

@@ -144,6 +144,13 @@ class TestFindings:
         mixed = {rank: [(even, odd)[i % 2][rank][i] for i in range(60)] for rank in (0, 1)}
         assert kinds(mixed) == ["uneven_steps"]
 
+    def test_steps_that_are_too_short_to_share(self):
+        even = make_ranks({"compute": 0.001}, {"compute": 0.0014})
+        odd = make_ranks({"compute": 0.0014}, {"compute": 0.001})
+        mixed = {rank: [(even, odd)[i % 2][rank][i] for i in range(60)] for rank in (0, 1)}
+        assert "short_steps" in kinds(mixed)
+        assert "batch_size" in find(mixed, "short_steps").change
+
     def test_steps_that_wait_for_data(self):
         metrics = make_ranks({"load": 0.01}, {"load": 0.01})
         assert kinds(metrics) == ["input_bound"]

@@ -53,7 +53,7 @@ class TestExplain:
         assert "100 steps, 22 ms each" in text
         assert "slowest: rank 1, 20 ms for its own part of a step; others 10 ms" in text
         assert "the last to arrive in 100 % of waits" in text
-        assert "Rank 1 computes slower than the others, who wait for it. [45 % less time]" in text
+        assert "Rank 1 computes slower than the others, who wait for it. [up to 45 % less time]" in text
         assert "rebalance (2 times, the last at rank 0, step 20): shares [6, 2]" in text
         assert "checkpoint skipped (step 5): step-000000005: digest differs" in text
         assert "batch_size  64  (argument)" in text

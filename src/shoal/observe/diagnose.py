@@ -9,6 +9,7 @@ from shoal.spec.event import Event
 
 COMMUNICATION_BOUND = 0.15
 MUCH_ELSE = 0.15
+SHORT_STEP_SECONDS = 0.003
 
 
 def diagnose(breakdown: Breakdown | None, events: Sequence[Event] = ()) -> list[Finding]:
@@ -54,10 +55,22 @@ def uneven_steps(breakdown: Breakdown) -> Iterable[Finding]:
     if len(breakdown.ranks) < 2:
         return
     wait = min(times.shares.wait for times in breakdown.ranks)
-    if wait >= WORTH_SAYING:
+    own = max(times.own_seconds for times in breakdown.ranks)
+    if wait < WORTH_SAYING:
+        return
+    what = f"Every rank waits {percent(wait)} of the time or more, but not for the same one."
+    if own < SHORT_STEP_SECONDS:
+        yield Finding(
+            kind="short_steps",
+            what=what,
+            why=f"a rank's own part of a step, {ms(own)}, is so short that a moment's delay of another counts",
+            change="double `batch_size`, or use one worker with more threads",
+            gain=wait / 2,
+        )
+    else:
         yield Finding(
             kind="uneven_steps",
-            what=f"Every rank waits {percent(wait)} of the time or more, but not for the same one.",
+            what=what,
             why="steps of one rank vary: samples of different length, or other work on these cores",
             change="leave a core free, use fewer workers, or batch samples of like length",
             gain=wait,

@@ -10,7 +10,7 @@ WORTH_SAYING = 0.05
 class Finding:
     """One thing that costs time, and what to do about it.
 
-    `gain` is the part of the time per sample that the change would save, None where it cannot be computed.
+    `gain` is the largest part of the time per sample that the change can save, None where it cannot be computed.
     """
 
     kind: str

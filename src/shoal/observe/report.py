@@ -147,7 +147,7 @@ def _bar(shares: Shares, bar: int, marks: dict[str, str]) -> str:
 
 def _findings(findings: Iterable[Finding], width: int) -> Iterator[str]:
     for finding in findings:
-        gain = f" [{percent(finding.gain)} less time]" if finding.gain else ""
+        gain = f" [up to {percent(finding.gain)} less time]" if finding.gain else ""
         yield from _wrapped(f"- {finding.what}{gain}", width - 2, "  ")
         if finding.why:
             yield from _wrapped(f"  why: {finding.why}", width - 2, "       ")

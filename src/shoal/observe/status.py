@@ -47,18 +47,29 @@ def _parts(data: Mapping[str, Any], shares: dict[str, float]) -> dict[str, str]:
 
 
 def _shorter_forms(parts: dict[str, str]) -> list[tuple[str, str]]:
-    shares = parts["shares"]
+    workers = parts["workers"].partition(" ")[0]
     return [
         ("epoch", ""),
         ("rate", parts["rate"].replace(" samples", "")),
-        ("shares", shares.replace("%", "")),
-        ("workers", parts["workers"].partition(" ")[0] + "w" if parts["workers"] else ""),
+        ("shares", parts["shares"].replace("%", "")),
+        ("workers", f"{workers}w" if workers not in ("", "1") else ""),
         ("workers", ""),
-        ("shares", shares[: shares.find("%") + 1]),
-        ("shares", ""),
+        *(("shares", text) for text in _fewer_shares(parts["shares"])),
         ("rate", ""),
         ("eta", ""),
+        ("loss", ""),
     ]
+
+
+def _fewer_shares(text: str) -> list[str]:
+    """The same shares without the smallest, without the two smallest, and so on to none."""
+    words = text.replace("%", "").split()
+    pairs = list(zip(words[::2], words[1::2], strict=True))
+    shorter = []
+    while pairs:
+        pairs.remove(min(pairs, key=lambda pair: int(pair[1])))
+        shorter.append(" ".join(f"{name} {share}" for name, share in pairs))
+    return shorter
 
 
 def _join(parts: dict[str, str]) -> str:
