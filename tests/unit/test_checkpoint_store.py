@@ -232,6 +232,14 @@ def test_no_memory_for_the_copy_does_not_stop_training(tmp_path):
     assert store.save(make_state(2), wait=True).is_durable
 
 
+def test_a_process_that_may_start_no_thread_saves_all_the_same(tmp_path, monkeypatch):
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert FolderStore(tmp_path).save(make_state(1)).is_durable
+
+
 def test_a_bug_in_writing_is_told_not_lost(tmp_path, monkeypatch):
     def broken(*_: object) -> None:
         raise ZeroDivisionError("oops")

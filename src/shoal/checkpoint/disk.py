@@ -66,15 +66,20 @@ def make_folder(path: Path) -> None:
 
 
 def publish(written: Path, final: Path) -> None:
-    """Give a finished folder or file its name. Durable on return; on failure the name is not left behind."""
-    if written.is_dir():
+    """Give a finished folder or file its name. Durable on return.
+
+    If the last fsync fails, a folder loses its name again; a file keeps it, since it may have replaced another.
+    """
+    is_folder = written.is_dir()
+    if is_folder:
         sync_folder(written)
     os.rename(written, final)
     try:
         sync_folder(final.parent)
     except OSError:
-        with suppress(OSError):
-            os.rename(final, written)
+        if is_folder:
+            with suppress(OSError):
+                os.rename(final, written)
         raise
 
 

@@ -109,7 +109,7 @@ class FolderStore:
         self._wait()
         loaded = read.load(self.folder, step)
         for item in loaded.skipped:
-            self._on_event("checkpoint_skipped", {"path": str(item.path), "reason": item.reason})
+            self._tell("checkpoint_skipped", {"path": str(item.path), "reason": item.reason})
         return loaded
 
     def list(self) -> tuple[Entry, ...]:
@@ -151,7 +151,13 @@ class FolderStore:
             saving.end(0.0)
             return saving
         # Not a daemon: a process that ends in the normal way finishes its last save.
-        threading.Thread(target=self._write, args=(saving, planned, data), name="shoal-checkpoint").start()
+        writer = threading.Thread(target=self._write, args=(saving, planned, data), name="shoal-checkpoint")
+        try:
+            writer.start()
+        except (
+            RuntimeError
+        ):  # no thread to be had, as when the interpreter is about to end: then not in the background
+            self._write(saving, planned, data)
         return saving
 
     def _write(self, saving: Saving, planned: Draft, data: Sequence[memoryview]) -> None:
