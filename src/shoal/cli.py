@@ -167,8 +167,15 @@ def _read_job(options: argparse.Namespace, rest: list[str], recorded: Mapping[st
         env=_parse_pairs(options.env, "--env"),
         framework=_check_framework(options.framework),
         options=_parse_pairs(options.option, "-o"),
-        working_dir=os.getcwd() if rest else recorded.get("working_dir", os.getcwd()),
+        working_dir=_here() if rest else recorded.get("working_dir") or _here(),
     )
+
+
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        raise UserError("The folder you are in does not exist any more.", hint="`cd` into one that does") from None
 
 
 def _find_resumed(options: argparse.Namespace) -> "RunInfo":

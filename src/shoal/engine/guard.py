@@ -54,10 +54,32 @@ def end(groups: set[int]) -> None:
 
 
 def wait(groups: set[int], seconds: float) -> None:
-    """Wait until all groups are gone; the whole time where nobody reaps orphans, because dead members stay."""
+    """Wait until all groups are gone."""
     deadline = time.monotonic() + seconds
-    while any(signal_group(group, 0) for group in groups) and time.monotonic() < deadline:
+    while any(is_group_alive(group) for group in groups) and time.monotonic() < deadline:
         time.sleep(0.02)
+
+
+def is_group_alive(group: int) -> bool:
+    """Whether a process group has a member that is not a zombie: where nobody reaps orphans, dead ones stay."""
+    if not signal_group(group, 0):
+        return False
+    try:
+        pids = [name for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:
+        return True
+    return any(_state_in_group(pid, group) not in ("", "Z", "X") for pid in pids)
+
+
+def _state_in_group(pid: str, group: int) -> str:
+    """The state of a process as one letter, or nothing where it is not in the group."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name before the last parenthesis may contain anything.
+            state, _, process_group, *_ = file.read().rpartition(b")")[2].split()
+    except (OSError, ValueError):
+        return ""
+    return state.decode() if int(process_group) == group else ""
 
 
 def kill(pid: int) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.engine.engine import CONTROL_FD
-from shoal.engine.guard import signal_group
-from shoal.engine.processes import is_group_alive, open_pid_fd, start_guard
+from shoal.engine.guard import is_group_alive, signal_group
+from shoal.engine.processes import open_pid_fd, start_guard
 from shoal.spec.errors import UserError
 from shoal.spec.job import WorkerExit, WorkerSpec
 
@@ -19,7 +19,7 @@ READ_BYTES = 1 << 16
 PIPE_BYTES = 1 << 18
 # What a worker wrote before it ended fits into its pipe; reading more would be reading what its children still write.
 MAX_LAST_READS = 2 * PIPE_BYTES // READ_BYTES
-LINGER_SECONDS = 0.5
+LINGER_SECONDS = 0.3
 KILL_SECONDS = 1.0
 _F_SETPIPE_SZ = 1031
 

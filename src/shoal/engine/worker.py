@@ -75,7 +75,7 @@ def end_with_parent() -> None:
 def run_script(path: str, args: list[str]) -> None:
     """Run a file as `python PATH ARGS` does."""
     pretend(os.path.dirname(os.path.realpath(path)), [path, *args])
-    full_path = os.path.abspath(path)
+    full_path = os.path.join(os.getcwd(), path)
     with open(full_path, "rb") as file:
         source = file.read()
     if path.endswith(".pyc") or source.startswith(b"PK\x03\x04"):
@@ -97,7 +97,7 @@ def run_module(name: str, args: list[str]) -> None:
     loader: Any = spec.loader if spec is not None else None
     code = loader.get_code(spec.name) if spec is not None and loader is not None else None
     if spec is None or code is None:
-        raise ImportError(f"there is no module {name} that can be run", name=name)
+        raise ModuleNotFoundError(f"No module named {name!r} that can be run", name=name)
     sys.argv[0] = spec.origin or name
     module = new_main(spec.origin)
     module.__spec__, module.__package__, module.__loader__ = spec, spec.parent, spec.loader
@@ -168,6 +168,8 @@ def new_main(path: str | None) -> ModuleType:
     """An empty `__main__`, so that pickling and processes spawned by the program find the program and not us."""
     module = type(sys)("__main__")
     vars(module)["__builtins__"] = sys.modules["builtins"]
+    if sys.version_info < (3, 14):
+        module.__annotations__ = {}
     if path is not None:
         vars(module).update(__file__=path, __cached__=None, __loader__=_LOADER("__main__", path))
     sys.modules["__main__"] = module

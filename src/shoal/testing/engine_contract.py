@@ -126,8 +126,8 @@ class EngineContract:
     def test_what_a_worker_started_ends_too(self, engine: Engine, tmp_path: Path) -> None:
         # The child writes as long as it lives.
         child = "trap '' TERM; while :; do echo alive >> beats; sleep 0.02; done"
-        engine.start([shell(tmp_path, 0, f"({child}) & echo up > up; wait")])
-        wait_for_file(tmp_path / "up")
+        engine.start([shell(tmp_path, 0, f"({child}) & wait")])
+        wait_for_file(tmp_path / "beats")
         engine.stop(0.1)
         before = (tmp_path / "beats").stat().st_size
         time.sleep(0.1)

@@ -1,0 +1,108 @@
+"""What the tests of launching share: a place for scripts and runs, and an eye on processes that stay behind."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+SHOAL = (sys.executable, "-m", "shoal")
+
+
+class Box:
+    """A folder with scripts and a SHOAL_HOME of its own. Every process started here carries a mark."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.home = folder / "home"
+        self.mark = uuid.uuid4().hex
+        self.env = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_"))}
+        self.env |= {"SHOAL_HOME": str(self.home), "BOX_MARK": self.mark, "BOX": str(folder)}
+
+    def write(self, name: str, source: str) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(source))
+        return path
+
+    def run(self, *args: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run `shoal ARGS` to its end."""
+        return self.execute(*SHOAL, *args, **options)
+
+    def execute(self, *command: str, timeout: float = 40, **options: Any) -> subprocess.CompletedProcess[str]:
+        options = {"cwd": self.folder, "env": self.env, "capture_output": True, "text": True, **options}
+        if "input" not in options:
+            options["stdin"] = options.get("stdin", subprocess.DEVNULL)
+        return subprocess.run(command, timeout=timeout, check=False, **options)
+
+    def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
+        """Start `shoal ARGS` and go on."""
+        options = {"cwd": self.folder, "env": self.env, "text": True, **options}
+        options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+        return subprocess.Popen([*SHOAL, *args], **options)
+
+    def pids(self) -> list[int]:
+        """Processes that carry the mark and live."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("BOX_MARK") == self.mark:
+                    found.append(process.pid)
+        return found
+
+    def wait_for(self, condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+        deadline = time.monotonic() + seconds
+        while not (value := condition()):
+            assert time.monotonic() < deadline, "it did not happen"
+            time.sleep(0.01)
+        return value
+
+    def wait_for_files(self, *names: str) -> None:
+        self.wait_for(lambda: all((self.folder / name).exists() for name in names))
+
+    def wait_for_peace(self, seconds: float) -> float:
+        """Wait until no marked process is left; returns how long that took."""
+        started = time.monotonic()
+        self.wait_for(lambda: not self.pids(), seconds)
+        return time.monotonic() - started
+
+    def only_run(self) -> Path:
+        (folder,) = (self.home / "runs").iterdir()
+        return folder
+
+    def facts(self) -> dict[str, Any]:
+        return dict(json.loads((self.only_run() / "run.json").read_text()))
+
+    def log(self, rank: int) -> str:
+        return (self.only_run() / "logs" / f"{rank}.log").read_text(errors="replace")
+
+    def events(self) -> list[dict[str, Any]]:
+        lines = (self.only_run() / "journal.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Iterator[Box]:
+    """A Box that must be left without a process."""
+    box = Box(tmp_path)
+    yield box
+    left = box.pids()
+    # The guard of a launcher that was killed ends a moment after its workers.
+    deadline = time.monotonic() + 1.0
+    while left and time.monotonic() < deadline:
+        time.sleep(0.02)
+        left = box.pids()
+    for pid in left:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left, "processes stayed behind"
