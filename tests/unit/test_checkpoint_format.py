@@ -27,7 +27,9 @@ def tensor_of(dtype: str, shape: list[int], seed: int) -> torch.Tensor:
 
 tensors = st.dictionaries(
     st.text(min_size=1, max_size=12).map("model/".__add__) | st.text(min_size=1, max_size=12),
-    st.builds(tensor_of, st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 4), max_size=3), st.integers(0, 99)),
+    st.builds(
+        tensor_of, st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 4), max_size=3), st.integers(0, 99)
+    ),
     max_size=6,
 )
 
