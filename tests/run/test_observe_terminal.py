@@ -79,6 +79,25 @@ raise ValueError("on purpose")
         text = screen.read_until(r"ValueError: on purpose\r\n(.|\n)*step 1/60[^\n]*\r\n$")
         assert "\r\x1b[KTraceback" in text
 
+    def test_children_of_the_process_can_print(self, terminal):
+        screen = terminal("""
+recorder = Recorder(None, 0, 1)
+recorder.step(make_step(0), 60)
+import threading
+drawing = threading.Thread(target=recorder._console._lock.acquire)  # another thread is drawing right now
+drawing.start()
+drawing.join()
+child = os.fork()
+if not child:
+    print("from the child", flush=True)
+    os._exit(0)
+recorder._console.renew_lock()
+os.waitpid(child, 0)
+recorder.close()
+print("after")
+""")
+        assert "\r\x1b[Kfrom the child\r\n" in screen.read_until(r"after\r\n")
+
     def test_a_resize_is_followed(self, terminal):
         screen = terminal("""
 console = Console(sys.stdout, num_workers=2)

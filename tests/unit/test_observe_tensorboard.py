@@ -6,7 +6,7 @@ import sys
 import pytest
 from observing import make_step, make_steps, write_metrics
 
-from shoal.observe.tensorboard import TensorBoardExport, export
+from shoal.observe.tensorboard import TensorBoardExport, check_installed, export
 from shoal.spec.errors import UserError
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -60,6 +60,10 @@ def test_without_the_package_the_command_to_install_it_is_given(tmp_path, monkey
     with pytest.raises(UserError) as caught:
         TensorBoardExport(str(tmp_path))
     assert "pip install 'shoal[tensorboard]'" in caught.value.hint
+    check_installed()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="not installed"):
+        check_installed()
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):

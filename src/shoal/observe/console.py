@@ -132,6 +132,10 @@ class Console:
                 self._is_mid_line = not text.endswith("\n")
             return stream.write(text)
 
+    def renew_lock(self) -> None:
+        """For a child after a fork: the lock may be held by a thread that does not exist here."""
+        self._lock = threading.RLock()
+
     def close(self) -> None:
         """Print everything held back, leave the last progress on a line of its own, and write no more."""
         with self._lock:

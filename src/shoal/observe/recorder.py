@@ -134,6 +134,8 @@ class PoliteStream:
 
 def guard_streams(console: Console) -> None:
     """Make prints of this process step around the progress line, where both are on a terminal."""
+    if console.is_tty:
+        os.register_at_fork(after_in_child=console.renew_lock)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if console.is_tty and stream is not None and stream.isatty():

@@ -99,16 +99,25 @@ def export(run_dir: str) -> None:
     TensorBoardExport(run_dir).close()
 
 
+def check_installed() -> None:
+    """Raise UserError where TensorBoard is missing; costs a look at the disk, no import."""
+    from importlib.util import find_spec
+
+    if find_spec("tensorboard") is None:
+        raise _missing("no module named 'tensorboard'")
+
+
+def _missing(why: str) -> UserError:
+    hint = "run `pip install 'shoal[tensorboard]'`, or leave out `--tensorboard`"
+    return UserError("TensorBoard is not installed.", why=why, hint=hint)
+
+
 def _open_writer(folder: str) -> Any:
     try:
         # The package's own writer: it needs neither torch nor TensorFlow.
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
     except ImportError as error:
-        raise UserError(
-            "TensorBoard is not installed.",
-            why=str(error),
-            hint="run `pip install 'shoal[tensorboard]'`, or leave out `--tensorboard`",
-        ) from error
+        raise _missing(str(error)) from error
     try:
         return EventFileWriter(folder)
     except OSError as error:
