@@ -12,8 +12,8 @@ ALIGN_BYTES = 64
 def plan_buckets(sizes: Sequence[int], bucket_bytes: int) -> list[tuple[int, ...]]:
     """Group tensors into buckets, last layers first; returns positions in `sizes`.
 
-    `sizes` are bytes in forward order. A bucket closes once it holds `bucket_bytes` or more, so that only the last can
-    be small; a large tensor shares its bucket with the few that were ready before it.
+    `sizes` are bytes in forward order. A bucket closes once it holds `bucket_bytes` or more, so that only the last
+    can be small; a large tensor shares its bucket with the few that were ready before it.
     """
     buckets: list[tuple[int, ...]] = []
     current: list[int] = []

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs do not re-export it
+from torch.distributed import Store
 
 from shoal.comm import board as boards
 from shoal.comm.board import Board

@@ -128,6 +128,8 @@ def flatten(tensor: torch.Tensor) -> torch.Tensor:
             f"A group moves contiguous tensors; this {tuple(tensor.shape)} one has strides {tensor.stride()}.",
             hint="pass `tensor.contiguous()` and copy the result back",
         )
+    if tensor.numel() == 0:  # may have any strides, even zero
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     flat = tensor.detach() if tensor.requires_grad else tensor
     return flat if flat.dim() == 1 else flat.view(-1)
 

@@ -1,13 +1,16 @@
 """How processes that know only an address and their rank find each other: a store with a prefix per generation."""
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch's stubs do not re-export them
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from shoal.comm.group import lost, name_ranks
-from shoal.spec.errors import UserError
+from shoal.spec.errors import MemberLost, UserError
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 
 
 def open_store(address: str, port: int, rank: int, size: int, timeout_seconds: float = 60.0) -> Store:
@@ -58,17 +61,25 @@ class Rendezvous:
     def gather(self, key: str, value: str) -> list[str]:
         """Everyone's value for `key`, in rank order. Raises MemberLost naming those who did not come in time."""
         keys = [f"{key}/{peer}" for peer in range(self.size)]
-        deadline = time.monotonic() + self.timeout_seconds
         try:
             self.store.set(keys[self.rank], value)
-            self.store.wait(keys, timedelta(seconds=self.timeout_seconds))
+            if not self.await_keys(keys, self.timeout_seconds):
+                raise self._absent(keys)
             return [self.store.get(name).decode() for name in keys]
         except dist.DistError as error:
-            if time.monotonic() < deadline:
-                raise lost([0], "Lost the meeting point.", why=f"its host ended: {error}", rank=self.rank) from error
-            raise self._absent(keys) from error
+            raise lost([0], "Lost the meeting point.", why=f"its host ended: {error}", rank=self.rank) from error
 
-    def _absent(self, keys: list[str]) -> Exception:
+    def await_keys(self, keys: Sequence[str], timeout_seconds: float) -> bool:
+        """Whether all keys were set in time. Asks again and again: the store's own wait cannot be interrupted."""
+        pause, deadline = _SHORTEST_PAUSE, time.monotonic() + timeout_seconds
+        while not self.store.check(list(keys)):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return True
+
+    def _absent(self, keys: Sequence[str]) -> MemberLost:
         absent = [peer for peer, name in enumerate(keys) if not self.store.check([name])]
-        why = "they did not start, ended before they could say so, or cannot reach the meeting point"
+        why = "did not start, ended before it could say so, or cannot reach the meeting point"
         return lost(absent, f"Waited {self.timeout_seconds:g} s for {name_ranks(absent)}.", why=why, rank=self.rank)

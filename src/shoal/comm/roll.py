@@ -4,9 +4,9 @@ Sockets say that a call failed or takes long, not why. A rank that waits longer 
 call it is in; one whose call failed writes that down. From these notes everyone learns who disagrees and who is lost.
 """
 
+import contextlib
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -24,7 +24,7 @@ class Roll:
 
     def __init__(self, meeting: Rendezvous, processes: Sequence[Process]) -> None:
         self.rank, self.timeout_seconds = meeting.rank, meeting.timeout_seconds
-        self._store = meeting.store
+        self._meeting, self._store = meeting, meeting.store
         self._processes = processes
         self._peers = [peer for peer in range(meeting.size) if peer != meeting.rank]
         self._noted = ""
@@ -34,26 +34,24 @@ class Roll:
         deadline = time.monotonic() + self.timeout_seconds
         keys = [f"{call}/{peer}" for peer in self._peers]
         self._note(call, code)
-        while True:
-            try:
-                self._store.wait(keys, timedelta(seconds=LOOK_SECONDS))
-                break
-            except dist.DistStoreError:
-                self.look(call, code, deadline)
+        while not self._meeting.await_keys(keys, LOOK_SECONDS):
+            self.look(call, code, deadline)
         self._compare_noted(call, code)
 
     def look(self, call: str, code: int, deadline: float) -> None:
         """While a call takes long: raise if a rank has ended, called something else, or is silent too long."""
-        self.look_for_the_lost()
         self._note(call, code)
         self._compare_noted(call, code)
+        self.look_for_the_lost(call)
         if time.monotonic() >= deadline:
             raise self.silent([peer for peer in self._peers if not self._has(f"{call}/{peer}")] or self._peers)
 
-    def look_for_the_lost(self) -> None:
-        """Raise if a rank of this host has ended, or any rank has noted that its connections broke."""
-        if dead := self._dead():
+    def look_for_the_lost(self, call: str = "") -> None:
+        """Raise if a rank of this host has ended, has left before this call, or noted that its connections broke."""
+        if dead := [peer for peer in self._dead() if not self._has(f"left/{peer}")]:
             raise self.lost(dead, "the process ended without leaving the group")
+        if left := [peer for peer in self._peers if self._has_left(peer, call)]:
+            raise self.lost(left, "closed the group while others still waited; its own error, if any, is the cause")
         if any(self._has(f"broken/{peer}") for peer in self._peers):
             raise self.roll_call("another rank lost its connection")
 
@@ -79,6 +77,15 @@ class Roll:
     def lost(self, ranks: Sequence[int], why: str) -> MemberLost:
         message = f"Lost {name_ranks(ranks)}." if ranks else "Lost a connection; every rank still answers."
         return lost(ranks, message, why=why, rank=self.rank)
+
+    def leave(self, last_call: str) -> None:
+        """Note that this rank is going, after taking part in `last_call`."""
+        with contextlib.suppress(dist.DistError):
+            self._store.set(f"left/{self.rank}", last_call)
+
+    def _has_left(self, peer: int, call: str) -> bool:
+        """Whether a peer left without this call. One that left after it has only finished earlier than we."""
+        return self._has(key := f"left/{peer}") and self._store.get(key).decode() != call
 
     def _note(self, call: str, code: int) -> None:
         if self._noted != call:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch's stubs do not re-export them
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from shoal.comm.group import Call, Op, Work, check_parts, check_peer, flatten
 from shoal.comm.letters import Letters
@@ -40,8 +40,11 @@ class TcpGroup:
         self.rank, self.size, self.reason = meeting.rank, meeting.size, reason
         self._meeting = meeting
         self._roll = Roll(meeting, processes)
-        self._backends: dict[str, Any] = {"cpu": _make_gloo(meeting, _device(meeting, processes, interface))}
-        gloo = self._backends["cpu"]
+        try:
+            gloo = _make_gloo(meeting, _device(meeting, processes, interface))
+        except RuntimeError as error:
+            raise self._roll.roll_call(f"could not connect to every rank: {error}") from error
+        self._backends: dict[str, Any] = {"cpu": gloo}
         self._letters = [Letters(gloo, self._backend, self._roll, peer) for peer in range(self.size)]
         self._num_calls, self._previous = 0, 0
         self._known: set[tuple[int, int]] = set()
@@ -86,6 +89,8 @@ class TcpGroup:
 
     def close(self) -> None:
         """Drop all connections. Peers that still wait for this rank get MemberLost."""
+        if self._backends:
+            self._roll.leave(f"call/{self._num_calls}")
         for backend in self._backends.values():
             backend.abort()
         self._backends.clear()
@@ -138,9 +143,11 @@ class TcpWork:
 def _make_gloo(meeting: Rendezvous, device: Any) -> Any:
     options: Any = getattr(dist.ProcessGroupGloo, "_Options")()  # noqa: B009
     options._devices = [device]
-    # Our own deadline comes first and can name the missing; gloo's only ends what nobody waits for any more.
-    options._timeout = timedelta(seconds=meeting.timeout_seconds + 60)
-    return dist.ProcessGroupGloo(PrefixStore("gloo", meeting.store), meeting.rank, meeting.size, options)
+    options._timeout = timedelta(seconds=meeting.timeout_seconds)
+    gloo: Any = dist.ProcessGroupGloo(PrefixStore("gloo", meeting.store), meeting.rank, meeting.size, options)
+    # From here our own deadline comes first and can name the missing; gloo's ends what nobody waits for any more.
+    gloo.set_timeout(timedelta(seconds=meeting.timeout_seconds + 60))
+    return gloo
 
 
 def _make_nccl(meeting: Rendezvous) -> Any:
