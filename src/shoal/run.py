@@ -226,7 +226,7 @@ def _tell(outcome: Outcome, is_quiet: bool) -> None:
         if is_quiet and outcome.failures[0].traceback:
             say(outcome.failures[0].traceback.rstrip())
         say(tell_failures(outcome.failures, outcome.exits, logs))
-    elif outcome.stopped_by:
+    if outcome.stopped_by:
         say(f"shoal: stopped by {_name_signal(outcome.stopped_by)} after {outcome.seconds:.1f} s; logs in {logs}")
 
 

@@ -1,6 +1,7 @@
 """Wiring: one run seen through, from the start of its workers to what became of them."""
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ from shoal.engine.entry import command_of
 from shoal.engine.env import RunFacts, inherited_env, worker_env
 from shoal.engine.local import Listener, LocalEngine
 from shoal.engine.machine import OutOfMemoryKills, out_of_memory_kills
-from shoal.engine.signals import StopSignals
+from shoal.engine.signals import Interrupted, StopSignals
 from shoal.observe.folder import RunFolder
 from shoal.spec.event import Event
 from shoal.spec.job import Job, WorkerExit, WorkerSpec
@@ -74,6 +75,7 @@ class Watch:
         self._is_stopping = False
 
     def run(self, crew: Crew) -> Outcome:
+        """Start the workers and return when all of them have ended, whatever the reason."""
         started, memory_kills = time.monotonic(), out_of_memory_kills()
         engine = self._make_engine(crew)
         engine.start(self._specs(crew))
@@ -84,10 +86,12 @@ class Watch:
             stopped_at = time.time() if len(self._exits) < crew.num_workers else None
             self._is_stopping = True
             engine.stop(GRACE_SECONDS)
-        self._take(engine.poll())
+            self._take(engine.poll())
+            if self._console is not None:
+                self._display(self._console.close)
         evidence = self._evidence(stopped_at, memory_kills)
-        outcome = self._conclude(find_failures(evidence), time.monotonic() - started)
-        self._close(outcome)
+        outcome = self._conclude(evidence, time.monotonic() - started)
+        self._note_end(outcome)
         return outcome
 
     def _make_engine(self, crew: Crew) -> LocalEngine:
@@ -135,10 +139,12 @@ class Watch:
     def _follow(self, engine: LocalEngine) -> None:
         """Return when all workers have ended, or when the rest of them should be stopped."""
         while len(self._exits) < self._facts.num_workers:
-            self._take(engine.poll(self._patience()))
-            if self._console is not None:
-                self._console.tick()
+            with contextlib.suppress(Interrupted):
+                self._take(engine.poll(self._patience()))
+                if self._console is not None:
+                    self._display(self._console.tick)
             if self._stops is not None and self._stops.requested:
+                self._stops.acknowledge()
                 return
             if self._errors or any(end.code for end in self._exits):
                 failures = find_failures(Evidence(exits=self._exits, errors=self._errors))
@@ -156,17 +162,20 @@ class Watch:
             self._exits.append(end)
             self._write("worker_exited", end.rank, code=end.code)
             if self._console is not None:
-                self._console.end(end.rank)
+                self._display(self._console.end, end.rank)
 
     def _show(self, rank: int, data: bytes) -> None:
-        if self._console is None or (self._is_stopping and not _is_writable(self._out)):
+        if self._console is not None:
+            self._display(self._console.feed, rank, data)
+
+    def _display(self, act: Callable[..., None], *args: Any) -> None:
+        """Use the console. A terminal that is held or a reader that sleeps must not keep Ctrl-C from working."""
+        if self._is_stopping and not _is_writable(self._out):
             return
         if self._stops is None:
-            self._console.feed(rank, data)
+            act(*args)
         else:
-            # A terminal that is held (Ctrl-S) or a reader that sleeps must not keep Ctrl-C from working.
-            with self._stops.interruptible():
-                self._console.feed(rank, data)
+            self._stops.attempt(act, *args)
 
     def _hear(self, rank: int, line: bytes) -> None:
         from shoal.observe.journal import decode
@@ -180,11 +189,11 @@ class Watch:
             if self._journal is not None:
                 self._journal.write(event)
         elif event.kind == "progress" and self._console is not None:
-            self._console.progress(event)
+            self._display(self._console.progress, event)
 
     def _note(self, text: str) -> None:
         if self._console is not None and self._console.is_tty:
-            self._console.note(f"shoal: {text}")
+            self._display(self._console.note, f"shoal: {text}")
         else:
             say(f"shoal: {text}")
 
@@ -208,13 +217,14 @@ class Watch:
             ),
         )
 
-    def _conclude(self, failures: list[Failure], seconds: float) -> Outcome:
+    def _conclude(self, evidence: Evidence, seconds: float) -> Outcome:
         requested = self._stops.requested if self._stops is not None else None
-        status, code = "finished", 0
+        failures = find_failures(evidence)
+        status, code = ("failed", failures[0].exit_code) if failures else ("finished", 0)
         if requested is not None:
-            status, code, failures = "stopped", 128 + requested, []
-        elif failures:
-            status, code = "failed", failures[0].exit_code
+            # What workers say when they are told to end is not why they ended.
+            failures = [failure for failure in failures if failure.time < (evidence.stopped_at or math.inf)]
+            status, code = "stopped", 128 + requested
         return Outcome(
             name=self._folder.name,
             run_dir=self._folder.path,
@@ -227,13 +237,11 @@ class Watch:
             stopped_by=requested.name if requested is not None else "",
         )
 
-    def _close(self, outcome: Outcome) -> None:
+    def _note_end(self, outcome: Outcome) -> None:
         cause = asdict(outcome.failures[0]) if outcome.failures else None
         self._write("run_ended", status=outcome.status, exit_code=outcome.exit_code, cause=cause)
         if self._journal is not None:
             self._journal.close()
-        if self._console is not None:
-            self._console.close()
 
 
 def say(text: str) -> None:

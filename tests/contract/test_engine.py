@@ -14,3 +14,11 @@ class TestLocalEngine(EngineContract):
         engine = LocalEngine()
         yield engine
         engine.stop(0.0)
+
+
+class TestLocalEngineOnAnOldKernel(TestLocalEngine):
+    """Where no descriptor says that a process has ended."""
+
+    @pytest.fixture(autouse=True)
+    def no_pid_fd(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("shoal.engine.local.open_pid_fd", lambda pid: -1)

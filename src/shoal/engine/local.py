@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from shoal.engine.engine import CONTROL_FD
 from shoal.engine.guard import is_group_alive, signal_group
@@ -82,13 +83,14 @@ class LocalEngine:
         self._stdin_fd = stdin_fd
         self._inherit_fds = inherit_fds or {}
         self._wake_fd = wake_fd
-        self._selector = selectors.DefaultSelector()
+        self._selector: selectors.BaseSelector | None = None
         self._running: list[_Worker] = []
         self._lingering: list[_Worker] = []
         self._exits: list[WorkerExit] = []
         self._guard: subprocess.Popen[bytes] | None = None
 
     def start(self, workers: Sequence[WorkerSpec]) -> None:
+        self._selector = selectors.DefaultSelector()
         if self._wake_fd is not None:
             self._selector.register(self._wake_fd, selectors.EVENT_READ, _ignore)
         try:
@@ -167,16 +169,16 @@ class LocalEngine:
         )
 
     def _watch(self, worker: _Worker) -> None:
-        def register(fd: int, call: Callable[[_Worker], bool]) -> None:
+        assert self._selector is not None
+        for fd, read in ((worker.output_fd, self._read_output), (worker.control_fd, self._read_control)):
             os.set_blocking(fd, False)
-            self._selector.register(fd, selectors.EVENT_READ, lambda: call(worker))
-
-        register(worker.output_fd, self._read_output)
-        register(worker.control_fd, self._read_control)
+            self._selector.register(fd, selectors.EVENT_READ, partial(read, worker))
         if worker.pid_fd >= 0:
             self._selector.register(worker.pid_fd, selectors.EVENT_READ, _ignore)
 
     def _wait(self, timeout_seconds: float) -> None:
+        if self._selector is None:
+            return
         if self._lingering or any(worker.pid_fd < 0 for worker in self._running):
             timeout_seconds = min(timeout_seconds, 0.02)
         for key, _ in self._selector.select(max(0.0, timeout_seconds)):
@@ -258,6 +260,7 @@ class LocalEngine:
 
     def _unwatch(self, fd: int) -> None:
         if fd >= 0:
+            assert self._selector is not None
             self._selector.unregister(fd)
             os.close(fd)
 
@@ -273,8 +276,9 @@ class LocalEngine:
             self._guard.kill()
             self._guard.communicate()
             self._guard = None
-        self._selector.close()
-        self._selector = selectors.DefaultSelector()
+        if self._selector is not None:
+            self._selector.close()
+            self._selector = None
 
 
 def _cannot_start(spec: WorkerSpec, error: OSError) -> UserError:

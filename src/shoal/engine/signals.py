@@ -1,11 +1,10 @@
 """Signals that ask a launcher to end, or to pause."""
 
-import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
@@ -50,16 +49,19 @@ class StopSignals:
         os.close(self.wake_fd)
         os.close(self._wake_end)
 
-    @contextlib.contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """What is done in here is given up when a stop is asked for."""
+    def attempt(self, act: Callable[..., None], *args: Any) -> None:
+        """Do something that is given up when a stop is asked for. Interrupted may still get out of here."""
         try:
             self._may_raise = True
-            yield
+            act(*args)
         except Interrupted:
-            pass
+            return
         finally:
             self._may_raise = False
+
+    def acknowledge(self) -> None:
+        """Make `wake_fd` quiet again, once `requested` was seen."""
+        os.read(self.wake_fd, 1)
 
     def _install(self, number: signal.Signals, handler: Callable[[int, FrameType | None], None]) -> None:
         before = signal.getsignal(number)
