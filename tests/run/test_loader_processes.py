@@ -19,7 +19,6 @@ from torch.utils.data import Dataset, IterableDataset
 from shoal.data.channel import Channel
 from shoal.data.ledger import Ledger
 from shoal.data.loader import Loader, load_steps
-from shoal.data.processes import ProcessLoading
 from shoal.data.sources import as_source
 from shoal.spec.errors import UserError, WorkerError
 
@@ -74,7 +73,7 @@ def test_a_dataset_that_draws_gets_a_process_and_draws_by_sample() -> None:
             return {(p.epoch, int(row[0])): row.tolist() for p, batches in loader for b in batches for row in b}
 
     with load(Augmented()) as loader:
-        assert isinstance(loader._loading, ProcessLoading)
+        assert loader.num_processes == 1
     torch.manual_seed(1)
     expected = float(torch.rand(()))
     torch.manual_seed(1)

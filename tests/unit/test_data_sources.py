@@ -201,8 +201,11 @@ class Uneven(Squares):
         (iter([1, 2]), "walked only once"),
         (Broken(), "Reading sample 2 of the dataset failed"),
         (Uneven(), r"Samples 0 and 3 cannot .* item\['x'\] is a Tensor of shape \(3,\) .* a Tensor of shape \(4,\)"),
-        ([(1, 2), (1, None)], r"Samples 0 and 1 .* item\[1\] is a int in the first and a NoneType in the second"),
-        ([(1, 2), (1,)], r"Samples 0 and 1 .* item\[1\] is a int in the first and missing"),
+        (
+            [(1, 2), (1, None)],
+            r"Samples 0 and 1 .* item\[1\] is of type int in the first and of type NoneType",
+        ),
+        ([(1, 2), (1,)], r"Samples 0 and 1 .* item\[1\] is of type int in the first and missing"),
         ([object(), object()], "Samples 0 to 1 could not be collated"),
     ],
 )

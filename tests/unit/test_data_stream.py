@@ -63,6 +63,9 @@ def test_epochs_end_when_the_stream_ends() -> None:
         (5, 2, 0, 17, 4),
     ]
     assert steps[-1][1] == [2000, 2001, 2002, 2003]
+    afters = [plan.after for plan, _ in steps]
+    assert afters[:-1] == [plan.place for plan, _ in steps[1:]]
+    assert afters[-1] == Place(step=6, epoch=3, offset=0, position=21)
 
 
 @settings(max_examples=60, deadline=None)
@@ -92,7 +95,9 @@ def test_resuming_from_the_position_alone_walks_to_the_same_place(
     done = data.draw(st.integers(0, len(whole) - 1))
     plan = whole[done][0]
     rest = walk(Lengths(*lengths), ledger, range(4), ledger.place(plan.position), epochs=3)
-    assert [(p.place, s) for p, s in rest] == [(p.place, s) for p, s in whole[done:]]
+    assert [(p.epoch, p.offset, p.position, s) for p, s in rest] == [
+        (p.epoch, p.offset, p.position, s) for p, s in whole[done:]
+    ]
     with_epoch = walk(dataset := Lengths(*lengths), ledger, range(4), plan.place, epochs=3)
     assert [(p.place, s) for p, s in with_epoch] == [(p.place, s) for p, s in whole[done:]]
     assert min(dataset.opened) == plan.epoch
@@ -176,7 +181,7 @@ def test_a_failure_inside_a_stream_names_its_line() -> None:
 
     with pytest.raises(UserError) as caught:
         walk(Failing(), stream_ledger(4), range(4))
-    assert caught.value.message == "The stream (Failing) failed in epoch 0."
+    assert caught.value.message == "The stream (Failing) failed in epoch 0, after sample 0."
     assert caught.value.why == "OSError: disk on fire"
     assert caught.value.where.startswith(f"{__file__}:")
 

@@ -13,11 +13,15 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 def user_place(error: BaseException) -> str:
-    """The innermost `file:line` of a traceback that is neither shoal's nor a library's, or else the innermost."""
+    """The innermost `file:line` of a traceback that is neither shoal's nor a library's; empty where there is none."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
-    chosen = (theirs or list(frames))[-1:]
-    return "".join(f"{frame.filename}:{frame.lineno}" for frame in chosen)
+    theirs = [frame for frame in frames if not _is_library(frame.filename)]
+    return "".join(f"{frame.filename}:{frame.lineno}" for frame in theirs[-1:])
+
+
+def _is_library(file: str) -> bool:
+    parts = Path(file).parts
+    return file.startswith((*_LIBRARIES, "<")) or "site-packages" in parts or "dist-packages" in parts
 
 
 def blame(error: Exception, message: str, *, why: str = "", hint: str = "") -> UserError:
@@ -66,4 +70,4 @@ def _describe(value: Any, name: str) -> dict[str, str]:
         return {k: v for key, part in value.items() for k, v in _describe(part, f"{inside}[{key!r}]").items()}
     if isinstance(value, (tuple, list)):
         return {k: v for key, part in enumerate(value) for k, v in _describe(part, f"{inside}[{key}]").items()}
-    return {name: f"a {type(value).__name__}"}
+    return {name: f"of type {type(value).__name__}"}

@@ -53,11 +53,11 @@ class Ledger:
         """Where a run is that has used `position` samples.
 
         A position inside a step (saved under another batch size) is allowed: the next step begins right there, and
-        step numbers are those of the new batch size. A stream's epoch is found by walking it, so this says epoch 0
-        and the stream corrects it.
+        step numbers are those of the new batch size. For a stream this says epoch 0, which walking it corrects, and
+        guesses the step; keep the Place of a stream to know both.
         """
         if self.num_samples is None:
-            return Place(step=-(-position // self.batch_size), epoch=0, offset=position, position=position)
+            return Place(step=position // self.batch_size, epoch=0, offset=position, position=position)
         epoch, offset = divmod(position, self.num_samples)
         steps = -(-self.num_samples // self.batch_size)
         return Place(step=epoch * steps + offset // self.batch_size, epoch=epoch, offset=offset, position=position)
@@ -152,13 +152,17 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One worker's part of one step. `count` is the samples of all workers together; `pieces` may be empty."""
+    """One worker's part of one step, which begins at a place and ends at the place `after`.
+
+    `count` is the samples of all workers together; `pieces` may be empty.
+    """
 
     step: int
     epoch: int
     offset: int
     position: int
     count: int
+    after: Place
     cut: Cut
     pieces: tuple[Piece, ...]
 
@@ -203,6 +207,7 @@ def plan_at(ledger: Ledger, place: Place, cut: Cut, count: int) -> StepPlan:
         offset=place.offset,
         position=place.position,
         count=count,
+        after=ledger.advance(place, count),
         cut=cut,
         pieces=tuple(Piece(shards=shards, ids=ids[start - first : stop - first]) for shards, start, stop in spans),
     )
@@ -234,6 +239,6 @@ def plan_steps(
     """
     cut = Cut(num_shards=ledger.num_shards, mine=range(0), merge=merge, max_piece=max_piece)
     while (stop_step is None or place.step < stop_step) and (stop_epoch is None or place.epoch < stop_epoch):
-        count = ledger.count(place)
-        yield plan_at(ledger, place, replace(cut, mine=mine(place.step)), count)
-        place = ledger.advance(place, count)
+        plan = plan_at(ledger, place, replace(cut, mine=mine(place.step)), ledger.count(place))
+        yield plan
+        place = plan.after

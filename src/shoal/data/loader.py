@@ -1,20 +1,17 @@
 """Batches in time: loads the next steps while the current one is computed."""
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from queue import SimpleQueue
-from typing import Protocol, Self
+from typing import Self
 
 from shoal.data.ledger import Ledger, Place, StepPlan, plan_steps
-from shoal.data.processes import ProcessLoading
+from shoal.data.loading import BackgroundLoading, HereWork, InlineLoading, Loading
+from shoal.data.processes import ProcessWork
 from shoal.data.readers import IndexedReader, Loaded, PlainReader, Reader
 from shoal.data.sources import Source
 from shoal.data.stream import StreamReader, StreamSource
 from shoal.spec.errors import UserError
-
-_JOIN_SECONDS = 5.0
 
 
 class Loader:
@@ -57,13 +54,13 @@ class Loader:
         self.total_load_seconds = 0.0
         self._loading = self._start(source, iter(plans), seed, stop_epoch)
 
-    def _start(self, source: Source, plans: Iterator[StepPlan], seed: int, stop_epoch: int | None) -> "Loading":
+    def _start(self, source: Source, plans: Iterator[StepPlan], seed: int, stop_epoch: int | None) -> Loading:
         reader = partial(_private_reader, source, seed, stop_epoch)
         if self.num_processes:
-            return ProcessLoading(reader, plans, self.depth, self.num_processes)
+            return BackgroundLoading(ProcessWork(reader, self.num_processes), plans, self.depth)
         if isinstance(source, StreamSource) or source.draws:
             return InlineLoading(reader(), plans)
-        return ThreadLoading(partial(PlainReader, source), plans, self.depth)
+        return BackgroundLoading(HereWork(PlainReader(source)), plans, self.depth)
 
     def __iter__(self) -> Self:
         return self
@@ -111,77 +108,3 @@ def _private_reader(source: Source, seed: int, stop_epoch: int | None) -> Reader
     if isinstance(source, StreamSource):
         return StreamReader(source, seed, stop_epoch)
     return IndexedReader(source, seed)
-
-
-class Loading(Protocol):
-    """Where loading takes place."""
-
-    def next(self) -> Loaded | None: ...
-    def close(self) -> None: ...
-
-
-class InlineLoading:
-    """Loads when asked, in the calling thread."""
-
-    def __init__(self, reader: Reader, plans: Iterator[StepPlan]) -> None:
-        self._reader = reader
-        self._plans = plans
-
-    def next(self) -> Loaded | None:
-        plan = next(self._plans, None)
-        return None if plan is None else self._reader.load(plan)
-
-    def close(self) -> None:
-        self._plans = iter(())
-
-
-class ThreadLoading:
-    """Loads in a thread. The thread ends after the last plan, after an error, or at the next sample once closed."""
-
-    def __init__(self, reader: Callable[[Callable[[], None]], Reader], plans: Iterator[StepPlan], depth: int) -> None:
-        self._reader = reader(self._check_open)
-        self._plans = plans
-        self._ready: SimpleQueue[Loaded | BaseException | None] = SimpleQueue()
-        self._room = threading.Semaphore(depth)
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="shoal-loader", daemon=True)
-        self._thread.start()
-
-    def next(self) -> Loaded | None:
-        loaded = self._ready.get()
-        if loaded is None or isinstance(loaded, BaseException):
-            # Whoever asks again gets the same answer instead of waiting for ever.
-            self._ready.put(loaded)
-        if isinstance(loaded, BaseException):
-            raise loaded
-        self._room.release()
-        return loaded
-
-    def close(self) -> None:
-        """End the thread. One that is stuck in a sample is left behind after a while and ends with that sample."""
-        self._is_closed = True
-        self._room.release()
-        self._thread.join(_JOIN_SECONDS)
-
-    def _run(self) -> None:
-        try:
-            while (plan := self._pull()) is not None:
-                self._ready.put(self._reader.load(plan))
-            self._ready.put(None)
-        except _Closed:
-            self._ready.put(None)
-        except BaseException as error:
-            self._ready.put(error)
-
-    def _pull(self) -> StepPlan | None:
-        self._room.acquire()
-        self._check_open()
-        return next(self._plans, None)
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise _Closed
-
-
-class _Closed(Exception):
-    """Nobody wants the rest."""

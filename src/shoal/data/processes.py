@@ -13,7 +13,8 @@ import threading
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import cycle
 from pickle import PicklingError
 from typing import NoReturn
 
@@ -25,45 +26,36 @@ from shoal.data.readers import Loaded, Reader
 from shoal.spec.errors import BugError, ShoalError, UserError, WorkerError
 
 
-class ProcessLoading:
+class ProcessWork:
     """Hands out plans to processes in turn and takes the batches back in order."""
 
-    def __init__(
-        self, reader: Callable[[], Reader], plans: Iterator[StepPlan], depth: int, num_processes: int
-    ) -> None:
-        self._plans = plans
-        self._depth = depth
+    def __init__(self, reader: Callable[[], Reader], num_processes: int) -> None:
         self._asked: deque[_Process] = deque()
         self._processes: list[_Process] = []
         try:
             for _ in range(num_processes):
                 self._processes.append(_Process(reader, self._processes))
         except BaseException:
+            self.interrupt()
             self.close()
             raise
-        self._num_asked = 0
-        self._ask()
+        self._turns = cycle(self._processes)
 
-    def next(self) -> Loaded | None:
-        """The next step's batches, or None after the last one. Asks for another step before it returns."""
-        if not self._asked:
-            return None
-        loaded = self._asked.popleft().take()
-        self._ask()
-        return loaded
+    def start(self, plan: StepPlan) -> None:
+        process = next(self._turns)
+        process.give(plan)
+        self._asked.append(process)
 
-    def close(self) -> None:
-        self._asked.clear()
-        self._plans = iter(())
+    def finish(self) -> Loaded | None:
+        return self._asked.popleft().take()
+
+    def interrupt(self) -> None:
         for process in self._processes:
             process.kill()
 
-    def _ask(self) -> None:
-        while len(self._asked) < self._depth and (plan := next(self._plans, None)) is not None:
-            process = self._processes[self._num_asked % len(self._processes)]
-            process.give(plan)
-            self._asked.append(process)
-            self._num_asked += 1
+    def close(self) -> None:
+        for process in self._processes:
+            process.reap()
 
 
 class _Process:
@@ -71,7 +63,6 @@ class _Process:
 
     def __init__(self, reader: Callable[[], Reader], siblings: list["_Process"]) -> None:
         self._channel, theirs = Channel.pair()
-        self._is_alive = True
         # What is buffered now would otherwise be written twice.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -99,22 +90,24 @@ class _Process:
         return answer  # type: ignore[no-any-return]
 
     def kill(self) -> None:
-        if self._is_alive:
-            os.kill(self._pid, signal.SIGKILL)
-            self._reap()
+        # Nobody but `reap` collects the process, so its number cannot be another's by now.
+        os.kill(self._pid, signal.SIGKILL)
 
-    def _reap(self) -> int:
-        self._is_alive = False
+    def reap(self) -> None:
         self._channel.close()
-        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        os.waitpid(self._pid, 0)
 
     def _death(self) -> WorkerError:
-        code = self._reap()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        """Say how it died, and leave it to `reap`."""
+        ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        by_signal, code = ended.si_code != os.CLD_EXITED, ended.si_status
+        how = f"was killed by {signal.Signals(code).name}" if by_signal else f"ended with exit code {code}"
+        is_memory = by_signal and code == signal.SIGKILL
         return WorkerError(
             f"A process that loads data {how}.",
-            why="the kernel kills a process this way when memory runs out" if code == -signal.SIGKILL else "",
-            hint="load with fewer processes or a smaller batch" if code == -signal.SIGKILL else "",
+            why="the kernel kills a process this way when memory runs out" if is_memory else "",
+            hint="load with fewer processes or a smaller batch" if is_memory else "",
         )
 
 

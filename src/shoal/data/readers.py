@@ -31,14 +31,26 @@ class IndexedReader:
 
 
 class PlainReader:
-    """Reads samples by their ids, without random numbers. `check` is called between samples and may raise."""
+    """Reads samples by their ids, without random numbers."""
 
-    def __init__(self, source: IndexedSource, check: Callable[[], None]) -> None:
+    def __init__(self, source: IndexedSource) -> None:
         self._source = source
-        self._check = check
+        self._is_interrupted = False
 
     def load(self, plan: StepPlan) -> Loaded:
-        return plan, _fetch(self._source, plan, lambda sample: self._check())
+        return plan, _fetch(self._source, plan, self._check)
+
+    def interrupt(self) -> None:
+        """Stop at the next sample. Called from another thread."""
+        self._is_interrupted = True
+
+    def _check(self, sample: int) -> None:
+        if self._is_interrupted:
+            raise Interrupted
+
+
+class Interrupted(Exception):
+    """Nobody wants the rest."""
 
 
 def _fetch(source: IndexedSource, plan: StepPlan, before: Callable[[int], None]) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ walks to where it was.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -58,47 +59,48 @@ class StreamReader:
         self._stop_epoch = stop_epoch
         self._stream: Iterator[Any] | None = None
         self._generators: Any = None
+        self._ahead: list[Any] = []
         self._place: Place | None = None
 
     def load(self, plan: StepPlan) -> tuple[StepPlan, tuple[Any, ...]] | None:
         """The next step, cut as planned; None when the last epoch is over. Holds one global batch of raw samples."""
         if self._place is None:
-            self._place = self._walk_to(plan.place, plan.count)
+            self._walk_to(plan.place)
         samples: list[Any] = []
         while not samples:
-            if self._stop_epoch is not None and self._place.epoch >= self._stop_epoch:
+            if self._stop_epoch is not None and self._here.epoch >= self._stop_epoch:
                 return None
-            samples = self._read(plan.count)
-            place = self._place
-            self._place = self._after(place, len(samples), ended=len(samples) < plan.count)
-        plan = plan_at(_ENDLESS, place, plan.cut, len(samples))
+            place = replace(self._here, step=plan.step)
+            samples = self._read_step(plan.count)
+        after = replace(self._here, step=plan.step + 1)
+        plan = replace(plan_at(_ENDLESS, place, plan.cut, len(samples)), after=after)
         return plan, self._collate(plan, samples)
 
-    def _after(self, place: Place, count: int, ended: bool) -> Place:
-        if ended:
-            self._stream = None
-            self._check_not_empty(place.epoch, place.offset + count)
-        return Place(
-            step=place.step + (count > 0),
-            epoch=place.epoch + ended,
-            offset=0 if ended else place.offset + count,
-            position=place.position + count,
-        )
+    def _read_step(self, count: int) -> list[Any]:
+        """The next samples of this epoch; reads one more, which tells whether these are the last, and moves on."""
+        samples = self._ahead + self._read(count + 1 - len(self._ahead))
+        self._ahead = samples[count:]
+        self._move(len(samples[:count]), ended=not self._ahead)
+        return samples[:count]
 
-    def _walk_to(self, place: Place, batch_size: int) -> Place:
-        """Skip what was used before, through as many epochs as it takes, counting the steps they had.
+    def _move(self, count: int, ended: bool) -> None:
+        here = self._here
+        offset, position = here.offset + count, here.position + count
+        if not ended:
+            self._place = replace(here, offset=offset, position=position)
+            return
+        self._check_not_empty(offset)
+        self._stream = None
+        self._place = replace(here, epoch=here.epoch + 1, offset=0, position=position)
 
-        Steps are rounded up: only the last one of an epoch is smaller, so it was used whole.
-        """
-        epoch, missing = place.epoch, place.offset
-        steps = place.step + (-place.offset // batch_size)
-        self._place = Place(step=steps, epoch=epoch, offset=0, position=place.position - place.offset)
+    def _walk_to(self, place: Place) -> None:
+        """Skip what was used before, through as many epochs as it takes."""
+        missing = place.offset
+        self._place = replace(place, offset=0, position=place.position - place.offset)
         while (length := self._skip(missing)) < missing:
-            self._check_not_empty(epoch, length)
-            epoch, missing, steps = epoch + 1, missing - length, steps - (-length // batch_size)
-            self._stream = None
-            self._place = Place(step=steps, epoch=epoch, offset=0, position=place.position - missing)
-        return Place(step=steps - (-missing // batch_size), epoch=epoch, offset=missing, position=place.position)
+            self._move(length, ended=True)
+            missing -= length
+        self._move(missing, ended=False)
 
     def _skip(self, count: int) -> int:
         """Walk over samples without keeping them; how many there were."""
@@ -110,32 +112,34 @@ class StreamReader:
     def _read(self, count: int) -> list[Any]:
         """Up to `count` samples, with the stream's own random numbers."""
         with preserved_generators():
-            if self._stream is not None:
-                write_generators(self._generators)
             try:
-                self._stream = self._stream or self._open()
+                if self._stream is None:
+                    self._stream = self._open()
+                else:
+                    write_generators(self._generators)
                 samples = list(islice(self._stream, count))
             except UserError:
                 raise
             except Exception as error:
-                raise blame(error, f"The stream ({self._source.name}) failed in epoch {self._epoch}.") from error
+                where = f"epoch {self._here.epoch}, after sample {self._here.offset}"
+                raise blame(error, f"The stream ({self._source.name}) failed in {where}.") from error
             self._generators = read_generators()
         return samples
 
     def _open(self) -> Iterator[Any]:
-        seed_generators(self._seed, self._epoch)
-        return self._source.open(self._epoch)
+        seed_generators(self._seed, self._here.epoch)
+        return self._source.open(self._here.epoch)
 
     @property
-    def _epoch(self) -> int:
+    def _here(self) -> Place:
         assert self._place is not None
-        return self._place.epoch
+        return self._place
 
-    def _check_not_empty(self, epoch: int, length: int) -> None:
+    def _check_not_empty(self, length: int) -> None:
         if length == 0:
             raise UserError(
-                f"The stream ({self._source.name}) gave no sample in epoch {epoch}.",
-                why="it is empty" if epoch == 0 else "it gave samples before, so it may not start anew",
+                f"The stream ({self._source.name}) gave no sample in epoch {self._here.epoch}.",
+                why="it is empty" if self._here.epoch == 0 else "it gave samples before, so it may not start anew",
                 hint="its `__iter__` must start from the beginning each time it is called",
             )
 
