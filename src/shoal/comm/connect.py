@@ -17,7 +17,7 @@ from shoal.comm.shm import ShmGroup
 from shoal.comm.tcp import TcpGroup
 from shoal.spec.errors import UserError
 
-_SOCKET_SECONDS = 10.0
+_SOCKET_SECONDS = 5.0
 
 
 def connect(
@@ -82,12 +82,14 @@ def share_memory(
     if not possible:
         return None, reason
     control = reserve(boards.num_bytes(meeting.size)) if meeting.rank == 0 else -1
+    reasons = []
     try:
         for name in ways:
             way, reason = _try(meeting, processes, control, name)
             if way is not None:
                 return _group_on(way, meeting, processes, name), ""
-        return None, reason
+            reasons.append(reason)
+        return None, f"the memory of another worker could not be opened ({'; '.join(reasons)})"
     finally:
         if control >= 0:
             os.close(control)
@@ -106,7 +108,7 @@ def _try(meeting: Rendezvous, processes: Sequence[Process], control: int, name: 
     if way is not None:
         os.close(way.control)
         way.leave()
-    return None, f"rank {failed} could not open the memory of another worker by {name}: {problems[failed]}"
+    return None, f"by {name}, rank {failed}: {problems[failed]}"
 
 
 def _group_on(way: Way, meeting: Rendezvous, processes: Sequence[Process], name: str) -> ShmGroup:
