@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import cycle
 from pickle import PicklingError
 from typing import NoReturn
@@ -63,9 +64,7 @@ class _Process:
 
     def __init__(self, reader: Callable[[], Reader], siblings: list["_Process"]) -> None:
         self._channel, theirs = Channel.pair()
-        # What is buffered now would otherwise be written twice.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()  # what is buffered now would otherwise be written twice
         parent = os.getpid()
         self._pid = _fork()
         if self._pid == 0:
@@ -111,6 +110,12 @@ class _Process:
         )
 
 
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # there is none, or it is closed
+            stream.flush()
+
+
 def _fork() -> int:
     with warnings.catch_warnings():
         # Python 3.12 warns of locks that other threads may hold. The child runs the dataset and torch on one thread
@@ -135,8 +140,7 @@ def _serve_and_exit(reader: Callable[[], Reader], channel: Channel, parent: int)
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         os._exit(code)
 
 
@@ -147,7 +151,7 @@ def _serve(reader: Reader, channel: Channel) -> None:
         except EOFError:
             return
         answer = _load(reader, plan)
-        sys.stdout.flush()
+        _flush()  # what the dataset printed, for this process may be killed at any time
         try:
             channel.send(answer)
         except (PicklingError, AttributeError, TypeError) as error:
