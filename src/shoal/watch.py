@@ -15,7 +15,7 @@ from shoal.engine.entry import command_of
 from shoal.engine.env import RunFacts, inherited_env, worker_env
 from shoal.engine.local import Listener, LocalEngine
 from shoal.engine.machine import OutOfMemoryKills, out_of_memory_kills
-from shoal.engine.signals import Interrupted, StopSignals
+from shoal.engine.signals import StopSignals
 from shoal.observe.folder import RunFolder
 from shoal.spec.event import Event
 from shoal.spec.job import Job, WorkerExit, WorkerSpec
@@ -72,7 +72,7 @@ class Watch:
         self._journal: Journal | None = None
         self._errors: list[Event] = []
         self._exits: list[WorkerExit] = []
-        self._is_stopping = False
+        self._is_stuck = False
 
     def run(self, crew: Crew) -> Outcome:
         """Start the workers and return when all of them have ended, whatever the reason."""
@@ -84,7 +84,6 @@ class Watch:
             self._follow(engine)
         finally:
             stopped_at = time.time() if len(self._exits) < crew.num_workers else None
-            self._is_stopping = True
             engine.stop(GRACE_SECONDS)
             self._take(engine.poll())
             if self._console is not None:
@@ -139,10 +138,9 @@ class Watch:
     def _follow(self, engine: LocalEngine) -> None:
         """Return when all workers have ended, or when the rest of them should be stopped."""
         while len(self._exits) < self._facts.num_workers:
-            with contextlib.suppress(Interrupted):
-                self._take(engine.poll(self._patience()))
-                if self._console is not None:
-                    self._display(self._console.tick)
+            self._take(engine.poll(self._patience()))
+            if self._console is not None:
+                self._display(self._console.tick)
             if self._stops is not None and self._stops.requested:
                 self._stops.acknowledge()
                 return
@@ -170,12 +168,10 @@ class Watch:
 
     def _display(self, act: Callable[..., None], *args: Any) -> None:
         """Use the console. A terminal that is held or a reader that sleeps must not keep Ctrl-C from working."""
-        if self._is_stopping and not _is_writable(self._out):
-            return
         if self._stops is None:
             act(*args)
-        else:
-            self._stops.attempt(act, *args)
+        elif not self._is_stuck:
+            self._is_stuck = not self._stops.attempt(act, *args)
 
     def _hear(self, rank: int, line: bytes) -> None:
         from shoal.observe.journal import decode
@@ -248,13 +244,3 @@ def say(text: str) -> None:
     """Our own words, beside the output of workers."""
     with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
         print(text, file=sys.stderr, flush=True)
-
-
-def _is_writable(stream: TextIO | None) -> bool:
-    """Whether a write would return at once."""
-    import select
-
-    try:
-        return bool(stream is None or select.select([], [stream.fileno()], [], 0)[1])
-    except (OSError, ValueError):
-        return True

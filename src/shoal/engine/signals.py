@@ -9,11 +9,13 @@ from types import FrameType
 from typing import Any, Self
 
 SAME_SECONDS = 0.2
+BUSY_SECONDS = 0.2
+LOOK_SECONDS = 0.05
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(BaseException):
-    """A stop was asked for while the launcher was busy with something that may never end, such as a write."""
+    """A stop was asked for, and the launcher hangs in something that may never end, such as a write."""
 
 
 class StopSignals:
@@ -32,7 +34,7 @@ class StopSignals:
         self.on_resume: Callable[[], None] = _nothing
         self.wake_fd, self._wake_end = os.pipe()
         self._before: dict[signal.Signals, Any] = {}
-        self._may_raise = False
+        self._busy_since: float | None = None
         self._requested_at = 0.0
 
     def __enter__(self) -> Self:
@@ -40,24 +42,29 @@ class StopSignals:
             for number in STOP_SIGNALS:
                 self._install(number, self._stop)
             self._install(signal.SIGTSTP, self._pause)
+            self._install(signal.SIGALRM, self._look)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.requested is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
         os.close(self.wake_fd)
         os.close(self._wake_end)
 
-    def attempt(self, act: Callable[..., None], *args: Any) -> None:
-        """Do something that is given up when a stop is asked for. Interrupted may still get out of here."""
+    def attempt(self, act: Callable[..., object], *args: Any) -> bool:
+        """Do something that is given up, with False, when a stop was asked for and it takes longer than 0.2 s."""
         try:
-            self._may_raise = True
-            act(*args)
+            try:
+                self._busy_since = time.monotonic()
+                act(*args)
+            finally:
+                self._busy_since = None
         except Interrupted:
-            return
-        finally:
-            self._may_raise = False
+            return False
+        return True
 
     def acknowledge(self) -> None:
         """Make `wake_fd` quiet again, once `requested` was seen."""
@@ -77,7 +84,11 @@ class StopSignals:
         self._requested_at = time.monotonic()
         self.requested = signal.Signals(number)
         os.write(self._wake_end, b"!")
-        if self._may_raise:
+        signal.setitimer(signal.ITIMER_REAL, LOOK_SECONDS, LOOK_SECONDS)
+
+    def _look(self, number: int, frame: FrameType | None) -> None:
+        if self._busy_since is not None and time.monotonic() > self._busy_since + BUSY_SECONDS:
+            self._busy_since = None
             raise Interrupted
 
     def _pause(self, number: int, frame: FrameType | None) -> None:
