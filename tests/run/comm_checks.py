@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +14,7 @@ from shoal.comm.connect import connect, share_memory
 from shoal.comm.passing import connect_all
 from shoal.comm.process import decode, describe_self, encode
 from shoal.comm.rendezvous import Rendezvous, open_store
+from shoal.comm.tcp import TcpGroup
 from shoal.testing.ranks import Member
 
 
@@ -137,6 +139,15 @@ def beside_a_process_group(member: Member, port: int, is_hosted: bool) -> None:
     newer.barrier()
     for each in (newer, group):
         each.close()
+
+
+def join_as_if_far(member: Member) -> None:
+    """A group whose ranks believe to be on different hosts: nobody can look up anyone's pid."""
+    meeting = Rendezvous(member.store, 40, member.rank, member.size, 20.0)
+    processes = [decode(text) for text in meeting.gather("process", encode(describe_self()))]
+    apart = [replace(process, boot=f"host {rank}") for rank, process in enumerate(processes)]
+    member.group = TcpGroup(meeting, apart)
+    member.group.barrier()
 
 
 def sum_shared(member: Member, mebibytes: int, turns: int) -> None:

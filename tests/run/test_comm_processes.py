@@ -11,6 +11,7 @@ import pytest
 
 from shoal.comm.rendezvous import open_store
 from shoal.spec.errors import MemberLost, UserError
+from shoal.testing.group_contract import reduce_forever
 from shoal.testing.ranks import Ranks, ranks_of
 
 
@@ -82,6 +83,19 @@ def test_a_store_that_someone_else_hosts_is_joined() -> None:
 def test_a_meeting_point_that_is_not_there_is_named() -> None:
     with pytest.raises(UserError, match="No meeting point"):
         open_store("127.0.0.1", free_port(), 1, 2, timeout_seconds=0.3)
+
+
+def test_ranks_on_other_hosts_are_missed_when_they_do_not_answer() -> None:
+    with ranks_of(3, "tcp") as ranks:
+        ranks.run(comm_checks.join_as_if_far)
+        ranks.start(reduce_forever, numel=200_000)
+        time.sleep(0.3)
+        ranks.kill(1)
+        outcomes = ranks.outcomes()
+        assert outcomes.pop(1) is None
+        for error in outcomes:
+            assert isinstance(error, MemberLost), error
+            assert error.ranks == (1,)
 
 
 def test_more_ranks_than_cores_and_a_death_in_the_middle() -> None:

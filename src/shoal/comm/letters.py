@@ -37,7 +37,7 @@ class Letters:
             body = self._backend(flat.device).send([flat], self._peer, tag + _BODY)
         except RuntimeError as error:
             raise self._roll.roll_call(str(error)) from error
-        return Sending(self, code, answer, [reply, header, body])
+        return Sending(self, code, answer, reply, header, body, flat.device)
 
     def recv(self, flat: torch.Tensor) -> Work:
         return self._asked.ask(flat)
@@ -48,11 +48,18 @@ class Letters:
         self.watch(lambda: self._gloo.recv([header], self._peer, tag + _HEADER).wait())
         self.watch(lambda: self._gloo.send([_word(code)], self._peer, tag + _ANSWER).wait())
         self.compare(code, header)
-        self.watch(lambda: self._backend(flat.device).recv([flat], self._peer, tag + _BODY).wait())
+        self.finish(lambda: self._backend(flat.device).recv([flat], self._peer, tag + _BODY).wait(), flat.device)
 
     def compare(self, code: int, word: torch.Tensor) -> None:
         if (theirs := int.from_bytes(bytes(word.tolist()), "little")) != code:
             raise disagreement(self._roll.rank, code, self._peer, theirs)
+
+    def finish(self, wait: Callable[[], object], device: torch.device) -> None:
+        """Wait for a body. On a GPU this only queues behind it, and belongs into the thread that owns the stream."""
+        if device.type == "cuda":
+            wait()
+        else:
+            self.watch(wait)
 
     def watch(self, wait: Callable[[], object]) -> None:
         """Do a blocking wait in a thread, and look for the lost meanwhile."""
@@ -71,15 +78,24 @@ class Letters:
 class Sending:
     """A message on its way; received once the answer is here and agrees."""
 
-    def __init__(self, letters: Letters, code: int, answer: torch.Tensor, works: list[dist.Work]) -> None:
-        self._letters, self._code, self._answer, self._works = letters, code, answer, works
+    def __init__(
+        self,
+        letters: Letters,
+        code: int,
+        answer: torch.Tensor,
+        reply: dist.Work,
+        header: dist.Work,
+        body: dist.Work,
+        device: torch.device,
+    ) -> None:
+        self._letters, self._code, self._answer = letters, code, answer
+        self._reply, self._header, self._body, self._device = reply, header, body, device
 
     def wait(self) -> None:
-        reply, *rest = self._works
-        self._letters.watch(reply.wait)
+        self._letters.watch(self._reply.wait)
         self._letters.compare(self._code, self._answer)
-        for work in rest:
-            self._letters.watch(work.wait)
+        self._letters.watch(self._header.wait)
+        self._letters.finish(self._body.wait, self._device)
 
 
 class Waiter(threading.Thread):

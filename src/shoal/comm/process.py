@@ -23,6 +23,7 @@ class Process:
     started: int
     boot: str
     pid_namespace: int
+    net_namespace: int
     host: str
     user: int
 
@@ -30,15 +31,20 @@ class Process:
 def describe_self() -> Process:
     """The facts of the calling process. Outside Linux there is no boot id, and nobody shares memory with it."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    namespace = Path("/proc/self/ns/pid")
     return Process(
         pid=os.getpid(),
         started=_read_stat(os.getpid())[1],
         boot=boot.read_text().strip() if boot.exists() else "",
-        pid_namespace=namespace.stat().st_ino if namespace.exists() else 0,
+        pid_namespace=_namespace("pid"),
+        net_namespace=_namespace("net"),
         host=socket.gethostname(),
         user=os.getuid(),
     )
+
+
+def _namespace(kind: str) -> int:
+    path = Path(f"/proc/self/ns/{kind}")
+    return path.stat().st_ino if path.exists() else 0
 
 
 def is_running(process: Process) -> bool:
@@ -62,6 +68,12 @@ def on_one_host(processes: Sequence[Process]) -> bool:
     """Whether all of them run under one kernel and can name each other by pid."""
     first = processes[0]
     return bool(first.boot) and all((p.boot, p.pid_namespace) == (first.boot, first.pid_namespace) for p in processes)
+
+
+def on_one_loopback(processes: Sequence[Process]) -> bool:
+    """Whether all of them reach each other at 127.0.0.1."""
+    first = processes[0]
+    return bool(first.boot) and all((p.boot, p.net_namespace) == (first.boot, first.net_namespace) for p in processes)
 
 
 def can_share(processes: Sequence[Process]) -> tuple[bool, str]:

@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from shoal.comm.group import Call, Op, Work, check_parts, check_peer, flatten
 from shoal.comm.letters import Letters
-from shoal.comm.process import Process, on_one_host
+from shoal.comm.process import Process, on_one_loopback
 from shoal.comm.rendezvous import Rendezvous
 from shoal.comm.roll import LOOK_SECONDS, Roll
 from shoal.spec.errors import UserError
@@ -104,9 +104,10 @@ class TcpGroup:
             self._known.add(step)
         self._previous = code
         try:
-            return TcpWork(self._roll, name, code, begin(self._backend(flat.device)))
+            work = begin(self._backend(flat.device))
         except RuntimeError as error:
             raise self._roll.roll_call(str(error)) from error
+        return StreamWork(self._roll, work) if flat.is_cuda else TcpWork(self._roll, name, code, work)
 
     def _backend(self, device: torch.device) -> Any:
         """gloo for tensors in main memory, NCCL for those on a GPU; the latter is made when first needed."""
@@ -128,7 +129,6 @@ class TcpWork:
         self._roll, self._name, self._code, self._work = roll, name, code, work
 
     def wait(self) -> None:
-        """Block until done. For CUDA tensors: until the current stream may use them."""
         deadline = time.monotonic() + self._roll.timeout_seconds
         while True:
             try:
@@ -138,6 +138,23 @@ class TcpWork:
                 if self._work.is_completed():
                     raise self._roll.roll_call(str(error)) from error
             self._roll.look(self._name, self._code, deadline)
+
+
+class StreamWork:
+    """A collective on a GPU. `wait` lets the current stream wait, not the processor, so it cannot look for anyone.
+
+    A loss is noticed by NCCL's own watchdog after the group's timeout. Waiting with a limit, as TcpWork does, would
+    make NCCL give up the whole communicator.
+    """
+
+    def __init__(self, roll: Roll, work: dist.Work) -> None:
+        self._roll, self._work = roll, work
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._roll.roll_call(str(error)) from error
 
 
 def _make_gloo(meeting: Rendezvous, device: Any) -> Any:
@@ -160,7 +177,7 @@ def _device(meeting: Rendezvous, processes: Sequence[Process], interface: str) -
     """The network device to talk over: the one asked for, loopback within a host, else the one towards the store."""
     if interface:
         return dist.ProcessGroupGloo.create_device(interface=interface)
-    if on_one_host(processes):
+    if on_one_loopback(processes):
         return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
     return dist.ProcessGroupGloo.create_device(hostname=_own_address(meeting.store))
 

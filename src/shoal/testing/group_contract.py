@@ -233,7 +233,7 @@ def check_tensors(member: Member) -> None:
     member.group.all_reduce(weights).wait()
     assert weights.shape == (3, 5)
     assert weights.detach().unique().tolist() == [float(member.size)]
-    for bad in (torch.ones(4, 4).t()[1:], torch.ones(3, dtype=torch.complex64)):
+    for bad in (torch.ones(4, 4).t()[1:], torch.ones(3, dtype=torch.complex64), torch.ones(3, device="meta")):
         with pytest.raises(UserError):
             member.group.all_reduce(bad)
     with pytest.raises(UserError):

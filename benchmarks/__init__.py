@@ -1,0 +1,1 @@
+"""Measured against the peers, as ratios in one run. `python -m benchmarks NAME --json`."""

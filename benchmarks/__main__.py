@@ -1,0 +1,39 @@
+"""`python -m benchmarks NAME [--json] [--save] [--rounds N]`: NAME is a module here with `main(rounds)`, or `all`."""
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+
+from benchmarks import harness
+
+_NOT_BENCHMARKS = {"__init__", "__main__", "harness"}
+
+
+def names() -> list[str]:
+    """Modules beside this one that have a `main(rounds)`."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return [file.stem for file in files if file.stem not in _NOT_BENCHMARKS and "def main(rounds" in file.read_text()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure against the peers.")
+    parser.add_argument("name", choices=[*names(), "all"], metavar="NAME", help=f"one of: {', '.join(names())}, all")
+    parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/DATE-NAME.json")
+    parser.add_argument("--rounds", type=int, default=7, help=f"interleaved rounds, at least {harness.MIN_ROUNDS}")
+    options = parser.parse_args()
+    if options.rounds < harness.MIN_ROUNDS:
+        parser.error(f"--rounds must be at least {harness.MIN_ROUNDS}: fewer say nothing about the spread")
+    for name in names() if options.name == "all" else [options.name]:
+        module = importlib.import_module(f"benchmarks.{name}")
+        result = harness.record(name, module.main(options.rounds))
+        print(json.dumps(result) if options.json else harness.render(result), flush=True)
+        if options.save:
+            print(f"saved {harness.save(result)}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

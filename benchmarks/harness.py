@@ -1,0 +1,138 @@
+"""What every benchmark shares: interleaved rounds, medians with their spread, and the facts behind a number.
+
+A box that others use is never quiet. So contenders take turns within each round, a ratio is taken inside a round, and
+what is reported is the median of the rounds with the quartiles beside it.
+"""
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+MIN_ROUNDS = 5
+
+
+def interleave(contenders: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Let every contender have its turn in every round. Each call returns what it measured, such as seconds."""
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, measure in contenders.items():
+            samples[name].append(measure())
+    return samples
+
+
+def summarize(samples: Sequence[float]) -> dict[str, float]:
+    """Median, quartiles and extremes."""
+    low, median, high = quartiles(samples)
+    return {
+        "median": median,
+        "low": low,
+        "high": high,
+        "min": min(samples),
+        "max": max(samples),
+        "rounds": len(samples),
+    }
+
+
+def ratio(slower: Sequence[float], faster: Sequence[float]) -> dict[str, float]:
+    """How many times faster, round by round. Above one: `faster` is."""
+    return summarize([a / b for a, b in zip(slower, faster, strict=True)])
+
+
+def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    if len(samples) < 2:
+        return samples[0], samples[0], samples[0]
+    low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return low, median, high
+
+
+def describe_machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": {name: found for name in ("torch", "numpy", "shoal") if (found := _version(name))},
+        "load_average": os.getloadavg(),
+    }
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def describe_commit() -> str:
+    """The commit that was measured, with a mark if files were changed since."""
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def record(name: str, measured: Mapping[str, Any]) -> dict[str, Any]:
+    """A benchmark's result together with what it takes to judge and repeat it."""
+    return {
+        "benchmark": name,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        "commit": describe_commit(),
+        "machine": describe_machine(),
+        **measured,
+    }
+
+
+def save(result: Mapping[str, Any]) -> Path:
+    """Write a result to benchmarks/results/DATE-NAME.json."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{result['date'][:10]}-{result['benchmark']}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path
+
+
+def render(result: Mapping[str, Any]) -> str:
+    """The result as people read it: rows as a table, notes below, the place last."""
+    rows: Sequence[Mapping[str, Any]] = result.get("rows", ())
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    table = [names, *([_cell(row.get(name, "")) for name in names] for row in rows)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(names))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
+    machine = result["machine"]
+    place = (
+        f"{machine['cores']} cores, {machine['cpu']}, torch {machine['packages'].get('torch')}, {result['commit']}"
+    )
+    return "\n".join([result["benchmark"], *lines, *result.get("notes", ()), place])
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, Mapping) and "median" in value:
+        return f"{_cell(value['median'])} ({_cell(value['low'])}–{_cell(value['high'])})"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return str(value)
