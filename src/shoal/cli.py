@@ -190,7 +190,11 @@ def _find_resumed(options: argparse.Namespace) -> "RunInfo":
 def _check_name(options: argparse.Namespace) -> str | None:
     name: str | None = options.name
     if name is not None and options.log_dir is not None:
-        raise UserError("Both --log-dir and --name were given.", why="each of them names the run folder")
+        raise UserError(
+            "Both --log-dir and --name were given.",
+            why="each of them names the run folder",
+            hint="leave one of them out",
+        )
     if name is not None and (os.sep in name or name in ("", ".", "..") or name.startswith("-") or "\0" in name):
         raise UserError(f"{name!r} cannot be the name of a run.", hint="use letters, digits and dashes")
     return name

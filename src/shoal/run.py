@@ -95,9 +95,11 @@ def launch(
 
 def _check_launch(function: Callable[..., Any], num_workers: int) -> None:
     if not callable(function):
-        raise UserError(f"launch needs a function, not a {type(function).__name__}.")
+        raise UserError(
+            f"launch needs a function, not a {type(function).__name__}.", hint="for example: `shoal.launch(train, 2)`"
+        )
     if not isinstance(num_workers, int) or num_workers < 1:
-        raise UserError(f"num_workers is {num_workers!r}.", why="a run needs at least 1 worker")
+        raise UserError(f"num_workers is {num_workers!r}.", hint="give it a whole number, 1 or more")
     if is_loading_call():
         raise UserError(
             "shoal.launch was called while a worker imported the module of its function.",

@@ -6,7 +6,6 @@ import signal
 import sys
 import time
 
-import pytest
 from launching import Box, box
 
 __all__ = ["box"]
@@ -122,51 +121,6 @@ def test_the_summary_as_json(box: Box) -> None:
 
 
 GOOD = "print('ran')"
-BAD = {
-    "missing script": (["nothing.py"], "There is no script 'nothing.py'"),
-    "a folder": (["folder"], "is a folder"),
-    "syntax error": (["-n", "4", "wrong.py"], "SyntaxError: '(' was never closed\n   at: wrong.py:2"),
-    "not a text": (["binary.py"], "binary.py"),
-    "no script": ([], "No script was named"),
-    "zero workers": (["-n", "0", "good.py"], "-n is 0"),
-    "negative workers": (["-n", "-1", "good.py"], "-n is -1"),
-    "not a number": (["-n", "abc", "good.py"], "-n 'abc' is not a number"),
-    "half a worker": (["-n", "1.5", "good.py"], "-n '1.5' is not a number"),
-    "nothing after -n": (["-n"], "expected one argument"),
-    "too many workers": (["-n", "100000", "good.py"], "100000 workers do not fit into memory"),
-    "bad size": (["-o", "worker_memory=lots", "good.py"], "'lots' is not a size"),
-    "env without value": (["--env", "NAME", "good.py"], "--env 'NAME' is not of the form NAME=VALUE"),
-    "env without name": (["--env", "=1", "good.py"], "--env '=1'"),
-    "option without value": (["-o", "exact", "good.py"], "-o 'exact'"),
-    "unknown option": (["--nun-workers", "2", "good.py"], "did you mean `--num-workers`"),
-    "no threads": (["--threads", "0", "good.py"], "--threads is 0"),
-    "unknown framework": (["--framework", "jax", "good.py"], "There is no framework 'jax'"),
-    "unwritable folder": (["--log-dir", "/proc/nothing", "good.py"], "Cannot use /proc/nothing as a run folder"),
-    "folder under a file": (["--log-dir", "good.py/run", "good.py"], "as a run folder"),
-    "folder is a file": (["--log-dir", "good.py", "good.py"], "as a run folder"),
-    "bad name": (["--name", "../x", "good.py"], "cannot be the name of a run"),
-    "two places": (["--name", "x", "--log-dir", "y", "good.py"], "Both --log-dir and --name"),
-    "missing module": (["-m", "no.such.module"], "There is no module 'no.such.module'"),
-    "module without main": (["-m", "folder"], "package without a __main__"),
-    "missing python": (["--python", "no-python-here", "good.py"], "Cannot run Python as 'no-python-here'"),
-    "unknown run": (["--resume", "nothing", "good.py"], "There are no runs"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_mistakes_are_told_before_anything_starts(box: Box, name: str) -> None:
-    args, told = BAD[name]
-    box.write("good.py", GOOD)
-    box.write("wrong.py", "x = 1\ny = (\n")
-    (box.folder / "binary.py").write_bytes(b"\x7fELF\0\0\0")
-    (box.folder / "folder").mkdir()
-    done = box.run("run", *args)
-    assert done.returncode == 2, done.stderr
-    assert told in done.stderr
-    assert done.stderr.startswith("error: ")
-    assert "Traceback" not in done.stderr
-    assert done.stderr.count("error: ") == 1
-    assert done.stdout == ""
 
 
 def test_two_runs_in_one_folder(box: Box) -> None:

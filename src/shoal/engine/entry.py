@@ -116,7 +116,11 @@ def check_syntax(path: str) -> None:
     except SyntaxError as error:
         raise syntax_error(error, path) from None
     except (ValueError, RecursionError, MemoryError) as error:
-        raise UserError(f"{path} is not a Python file.", why=str(error) or type(error).__name__) from None
+        raise UserError(
+            f"{path} is not a Python file.",
+            why=str(error) or type(error).__name__,
+            hint="name the script; a program of another kind must be executable",
+        ) from None
 
 
 def syntax_error(error: SyntaxError, path: str) -> UserError:
