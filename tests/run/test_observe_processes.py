@@ -209,6 +209,7 @@ for n in range(5):
         recorder.step(make_step(1))
         recorder.event("x")
     os.close(read_fd)
+    os.close(write_fd)
 assert len(os.listdir("/proc/self/fd")) == fds
 assert threading.active_count() == 1
 """

@@ -15,17 +15,19 @@ _ATOMIC_BYTES = 4096
 
 
 class ControlPipe:
-    """The write end of the pipe. A launcher that does not read cannot stop the worker; one that is gone is left."""
+    """The write end of the pipe. A launcher that does not read cannot stop the worker; one that is gone is left.
+
+    We hold a copy of `fd`: the original stays for the next one who is told its number.
+    """
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self._fd = -1
         self._lock = threading.Lock()
-        try:
-            os.set_blocking(fd, False)
-            # A child of the worker that kept it open would make the launcher wait for the child.
+        # A child of the worker that kept it open would make the launcher wait for the child: copies are not inherited.
+        with contextlib.suppress(OSError):
+            self._fd = os.dup(fd)
+            os.set_blocking(self._fd, False)
             os.set_inheritable(fd, False)
-        except OSError:
-            self._fd = -1
 
     def offer(self, event: Event) -> bool:
         """Send the event if the pipe has room now; False where it was dropped."""

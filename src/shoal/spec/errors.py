@@ -46,8 +46,9 @@ class ShoalError(Exception):
 
     def render(self) -> str:
         """The error as people read it: one fact a line."""
-        place = [f"rank {self.rank}" if self.rank is not None else "", f"step {self.step}" if self.step is not None else ""]
-        place = [part for part in [*place, self.where] if part]
+        named = [("rank", self.rank), ("step", self.step)]
+        place = [f"{name} {value}" for name, value in named if value is not None]
+        place += [self.where] if self.where else []
         lines = [f"error: {self.message}"]
         if place:
             lines.append(f"   at: {', '.join(place)}")

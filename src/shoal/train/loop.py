@@ -17,6 +17,7 @@ from shoal.engine.env import read_worker
 from shoal.spec.event import StepMetrics
 from shoal.train import evaluation, setup
 from shoal.train.errors import in_user_code, place_errors
+from shoal.train.lone import show_errors
 from shoal.train.loss import Loss, as_sum, check_differentiable, move
 from shoal.train.resume import read_progress, write_progress
 from shoal.train.settings import make_settings
@@ -64,6 +65,7 @@ class Trainer:
         resume: bool = False,
         **settings: Any,
     ) -> None:
+        show_errors()
         facts = read_worker()
         self.rank, self.world_size = facts.rank, facts.world_size
         number = setup.count_trainers()
@@ -77,7 +79,7 @@ class Trainer:
             self.optimizer, self.scheduler, self._loss = optimizer, scheduler, loss
             setup.start_from(self.model, init_from, strict, self._recorder)
             self._source = setup.make_source(dataset, collate, self.settings)
-            self._group = setup.connect(facts, self.device, self.settings.timeout_seconds, number, opened)
+            self._group = setup.connect(facts, self.device, self.settings, number, opened)
             traits = setup.probe_model(self.model, loss, self._source, self.settings, self.device)
             self.ledger = setup.make_ledger(self.settings, self._source, traits, self.world_size)
             self._sync = setup.make_sync(self._group, self.model, optimizer, self.settings, self.ledger.num_shards)
@@ -171,7 +173,7 @@ class Trainer:
         outcome = sync.finish()
         if at_start is not None and outcome.totals.buffers is not None:
             self._buffers.write(outcome.totals.buffers)
-        self.place = self.ledger.advance(plan.place, plan.count)
+        self.place = plan.after
         self._speed.add(computed - started, plan.num_samples)
         self._after_step(plan, outcome)
         self._record(batch, outcome, started, computed - started)

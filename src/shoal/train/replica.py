@@ -39,7 +39,7 @@ class Replica:
         self.average = allocate(self.flat.layout.total, self.flat.dtype) if ema_decay is not None else None
         if self.average is not None and is_source:
             self.average.copy_(self.flat.values)
-        self.gradient = self.flat.values.new_empty(sum(c.stop - c.start for c in self.owned))
+        self.gradient = self.flat.values.new_zeros(sum(c.stop - c.start for c in self.owned))
         self.gradients = self.gradient.split([c.stop - c.start for c in self.owned])
         self.optimizer: ChunkedOptimizer | WholeOptimizer = (
             ChunkedOptimizer(optimizer, self.flat, self.owned, self.gradients)

@@ -31,6 +31,7 @@ class Settings:
     schedule: when the scheduler steps: after each "step" or each "epoch".
     unused: what to do about parameters that no sample of the first step reaches: "error", or "zero" for models with
         branches that are used now and then.
+    transport: how workers exchange gradients: "auto" (shared memory where possible), "shm" or "tcp".
     timeout_seconds: how long to wait for a silent worker.
     """
 
@@ -51,6 +52,7 @@ class Settings:
     threads: int | None = None
     schedule: Literal["step", "epoch"] = "step"
     unused: Literal["error", "zero"] = "error"
+    transport: Literal["auto", "shm", "tcp"] = "auto"
     timeout_seconds: float = 300.0
 
     def __post_init__(self) -> None:
@@ -64,7 +66,7 @@ class Settings:
                 raise _wrong(name, value, "a number above 0")
         if self.ema is not None and not 0 < self.ema < 1:
             raise _wrong("ema", self.ema, "a decay between 0 and 1, such as 0.999")
-        for name in ("precision", "schedule", "unused"):
+        for name in ("precision", "schedule", "unused", "transport"):
             allowed = get_args(get_type_hints(Settings)[name])
             if getattr(self, name) not in allowed:
                 raise _wrong(name, getattr(self, name), " or ".join(map(repr, allowed)))

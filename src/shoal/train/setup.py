@@ -2,12 +2,11 @@
 
 import hashlib
 import math
-import random
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,13 @@ from shoal.data.randomness import preserved_generators
 from shoal.data.sources import Source, as_source
 from shoal.data.stream import StreamSource
 from shoal.engine.env import WorkerFacts, shoal_home
-from shoal.observe import folder, runs
+from shoal.observe import runs
 from shoal.observe.recorder import Recorder
 from shoal.spec.errors import UserError
 from shoal.train.chunked import is_elementwise
 from shoal.train.errors import in_user_code
 from shoal.train.flat import shorten
+from shoal.train.lone import LoneRun
 from shoal.train.loss import Loss, as_sum, move
 from shoal.train.settings import Settings
 from shoal.train.sync.message import MessageSync
@@ -61,26 +61,12 @@ def count_trainers() -> int:
 def open_run(facts: WorkerFacts, run_dir: str | None, opened: ExitStack) -> tuple[str | None, Recorder]:
     """The run folder: the launcher's, or one of our own where there is no launcher."""
     if facts.run_dir is None and facts.rank == 0:
-        run = _make_folder(run_dir)
-        opened.callback(_end_run, run)
-        run_dir = run.path
+        run_dir = opened.enter_context(LoneRun(run_dir)).path
     else:
         run_dir = facts.run_dir
     recorder = Recorder(run_dir, facts.rank, facts.world_size, facts.control_fd, generation=facts.generation)
     opened.callback(recorder.close)
     return run_dir, recorder
-
-
-def _make_folder(run_dir: str | None) -> folder.RunFolder:
-    facts = {"command": [sys.executable, *sys.argv], "num_workers": 1}
-    if run_dir is not None:
-        return folder.claim(run_dir, facts, time.time())
-    return folder.create(shoal_home(), sys.argv[0] or "notebook", facts, time.time(), random.Random())
-
-
-def _end_run(run: folder.RunFolder) -> None:
-    run.update(status="finished", ended=time.time(), exit_code=0)
-    run.close()
 
 
 def set_threads(settings: Settings) -> None:
@@ -132,22 +118,26 @@ def make_source(dataset: Any, collate: Any, settings: Settings, *, is_whole: boo
     return source
 
 
-def connect(
-    facts: WorkerFacts, device: torch.device, timeout_seconds: float, trainer: int, opened: ExitStack
-) -> Group:
+@cache
+def meeting(address: str, port: int, rank: int, size: int) -> dist.Store:
+    """Where the workers meet. One for all trainers of a process: it ends with rank 0's, under the others' feet."""
+    return open_meeting(address, port, rank, size)
+
+
+def connect(facts: WorkerFacts, device: torch.device, settings: Settings, trainer: int, opened: ExitStack) -> Group:
     """Meet the other workers: through shared memory on one host, through sockets else."""
     store = None
     if facts.world_size > 1:
-        store = open_meeting(facts.master_addr, facts.master_port, facts.rank, facts.world_size)
-        store = dist.PrefixStore(f"trainer-{trainer}", store)
-    transport = "tcp" if device.type == "cuda" else "auto"
+        store = dist.PrefixStore(
+            f"trainer-{trainer}", meeting(facts.master_addr, facts.master_port, facts.rank, facts.world_size)
+        )
     group = connect_group(
         facts.rank,
         facts.world_size,
         store,
         generation=facts.generation,
-        transport=transport,
-        timeout_seconds=timeout_seconds,
+        transport="tcp" if device.type == "cuda" else settings.transport,
+        timeout_seconds=settings.timeout_seconds,
     )
     opened.callback(group.close)
     return group
