@@ -1,8 +1,8 @@
 """all_reduce of float32 between 2 processes of 1 thread each: gloo, OpenMPI, and shoal's shared memory.
 
 gloo and shoal take turns in the same two processes; OpenMPI's processes are started once a round, between them.
-`shoal` reduces tensors that live in shared memory, where a trainer keeps its gradients; `private` ones that do not, like
-the others. Every contender leaves the whole sum in both processes' tensors.
+`shoal` reduces tensors that live in shared memory, where a trainer keeps its gradients; `private` ones that do not.
+Every contender leaves the whole sum in the tensors of both processes.
 
 OpenMPI: `apt install openmpi-bin libopenmpi-dev`, then `python3 -m venv .venv-mpi` and
 `.venv-mpi/bin/pip install mpi4py numpy` in the root of the repository. Skipped, and said so, where it is absent.

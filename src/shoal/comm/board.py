@@ -53,7 +53,7 @@ def _num_lines(size: int) -> int:
 class Board:
     """One rank's hold on the board. `is_running(rank)` tells whether a peer's process still lives.
 
-    A wait spins for some 30 µs (not where there are fewer cores than ranks), then sleeps in the kernel until the
+    A wait spins for some 40 µs (hardly, where there are fewer cores than ranks), then sleeps in the kernel until the
     awaited rank signals: about 20 µs from signal to running again, no processor time meanwhile. Ten times a second
     a sleeper looks whether its peers are alive.
     """
@@ -119,7 +119,7 @@ class Board:
         for rank, at in lines:
             if words[at] < value:
                 began = began or monotonic()
-                self.wait_line(rank, at, value)
+                self._spin(rank, at, value)
         if not futex.STORES_ARE_ORDERED:
             futex.fence()
         last, latest = self.rank, words[self._mine[channel] + _STAMP + (value & 1)]
@@ -136,7 +136,13 @@ class Board:
         return [self.words[self.line(channel, r) + _STAMP + (value & 1)] for r in range(self.size)]
 
     def wait_line(self, rank: int, at: int, value: int) -> None:
-        """Return when `rank` has raised the line at word `at` to `value`: spin, then sleep."""
+        """Return when `rank` has raised the line at word `at` to `value`, and all it wrote before is visible."""
+        if self.words[at] < value:
+            self._spin(rank, at, value)
+        if not futex.STORES_ARE_ORDERED:
+            futex.fence()
+
+    def _spin(self, rank: int, at: int, value: int) -> None:
         words = self.words
         for _ in range(_YIELDS):
             for _ in range(self._spins):

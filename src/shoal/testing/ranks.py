@@ -19,6 +19,7 @@ import torch
 from torch.distributed import Store, TCPStore
 
 from shoal.comm.connect import connect
+from shoal.comm.group import Group
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 ANSWER_SECONDS = 30.0
@@ -37,7 +38,7 @@ class Member:
 
     def join(self, generation: int, timeout_seconds: float = 20.0) -> Any:
         """A group of another generation with the same ranks."""
-        group = connect(
+        group: Group = connect(
             self.rank,
             self.size,
             self.store,
