@@ -94,6 +94,10 @@ class Box:
 @pytest.fixture
 def box(tmp_path: Path) -> Iterator[Box]:
     """A Box that must be left without a process."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        # Tests that run in the background inherit these as ignored, and launchers would honour that.
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     box = Box(tmp_path)
     yield box
     left = box.pids()
