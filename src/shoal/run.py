@@ -44,9 +44,10 @@ def run_job(job: Job, *, keep: Keep | None = None, out: TextIO | None = None, is
     returned, not raised. Ctrl-C, SIGTERM and a closed terminal end all workers within 3 s.
     """
     entry = entry_of(job)
-    num_workers = choose_workers(job) if job.num_workers is None else job.num_workers
-    check_memory(num_workers, PLAIN_WORKER_BYTES if entry[0] == "program" else TORCH_WORKER_BYTES, job.options)
-    job = replace(job, num_workers=num_workers)
+    if job.num_workers is None:
+        job = _choose_workers(job)
+    worker_bytes = PLAIN_WORKER_BYTES if entry[0] == "program" else TORCH_WORKER_BYTES
+    check_memory(job.num_workers or 1, worker_bytes, job.options)
     crew = Crew(job=job, python=find_python(job.python), entry_of=lambda rank: entry, stdin_fd=_stdin_fd())
     with StopSignals() as stops:
         outcome = _run(crew, keep or Keep(), stops, None if is_quiet else out or sys.stdout)
@@ -116,11 +117,13 @@ def _remote_error(outcome: Outcome) -> ShoalError:
     return error
 
 
-def choose_workers(job: Job) -> int:
-    """How many workers `-n auto` means: one a core that this process may use."""
-    cores = available_cores()
-    say(f"shoal: {cores} workers, one for each core (-n auto)")
-    return cores
+def _choose_workers(job: Job) -> Job:
+    from shoal.auto import choose
+
+    say("shoal: -n auto: measuring ...")
+    job, why = choose(job)
+    say(f"shoal: -n auto: {why}")
+    return job
 
 
 def _run(crew: Crew, keep: Keep, stops: StopSignals | None, out: TextIO | None) -> Outcome:

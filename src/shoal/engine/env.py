@@ -36,6 +36,7 @@ class WorkerFacts:
     """Who this process is in a run. The defaults are those of a lone process, a run of one.
 
     `run_dir` and `control_fd` are None without a launcher. `is_resumed`: continue from the newest valid checkpoint.
+    `is_measured`: end after a few steps and say how fast they were.
     """
 
     rank: int = 0
@@ -53,6 +54,7 @@ class WorkerFacts:
     options: dict[str, str] = field(default_factory=dict)
     is_resumed: bool = False
     has_tensorboard: bool = False
+    is_measured: bool = False
 
 
 def read_worker(env: Mapping[str, str] | None = None) -> WorkerFacts:
@@ -80,6 +82,7 @@ def read_worker(env: Mapping[str, str] | None = None) -> WorkerFacts:
         options=_options(env.get("SHOAL_OPTIONS", "{}")),
         is_resumed=env.get("SHOAL_RESUME") == "1",
         has_tensorboard=env.get("SHOAL_TENSORBOARD") == "1",
+        is_measured=env.get("SHOAL_MEASURE") == "1",
     )
 
 

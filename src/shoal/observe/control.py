@@ -23,7 +23,7 @@ class ControlPipe:
     def __init__(self, fd: int) -> None:
         self._fd = -1
         self._lock = threading.Lock()
-        # A child of the worker that kept it open would make the launcher wait for the child: copies are not inherited.
+        # A child of the worker that kept it open would make the launcher wait for the child.
         with contextlib.suppress(OSError):
             self._fd = os.dup(fd)
             os.set_blocking(self._fd, False)

@@ -19,6 +19,7 @@ from shoal.train import evaluation, setup
 from shoal.train.errors import in_user_code, place_errors
 from shoal.train.lone import show_errors
 from shoal.train.loss import Loss, as_sum, check_differentiable, move
+from shoal.train.measure import Measurement
 from shoal.train.resume import read_progress, write_progress
 from shoal.train.settings import make_settings
 from shoal.train.sync.sync import Outcome, Row
@@ -95,6 +96,7 @@ class Trainer:
             self._num_steps: int | None = None
             self._saved_step = -1
             self._is_first = True
+            self._measurement = Measurement(self._recorder) if facts.is_measured else None
             setup.record_settings(self._recorder, self.settings, origins, self.ledger, traits, self._sync)
             if resume or facts.is_resumed:
                 self._resume()
@@ -112,6 +114,8 @@ class Trainer:
             for batch in batches:
                 self.step(batch)
         self._goal = goal or self.place
+        if self._measurement is not None:
+            self._measurement.end()
         if self.place.step != self._saved_step:
             self.save(wait=True)
         return self
@@ -177,6 +181,8 @@ class Trainer:
         self._speed.add(computed - started, plan.num_samples)
         self._after_step(plan, outcome)
         self._record(batch, outcome, started, computed - started)
+        if self._measurement is not None:
+            self._measurement.add(plan.count, outcome.totals.seconds_per_sample)
         return outcome.totals.loss
 
     def _forward(
