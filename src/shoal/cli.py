@@ -93,7 +93,14 @@ class _Parser(argparse.ArgumentParser):
     """Says mistakes as every other part of shoal does."""
 
     def __init__(self, verb: str, about: str, usage: str) -> None:
-        super().__init__(prog=f"shoal {verb}", description=about, usage=f"shoal {verb} {usage}", allow_abbrev=False)
+        super().__init__(
+            prog=f"shoal {verb}",
+            description=about,
+            usage=f"shoal {verb} {usage}",
+            allow_abbrev=False,
+            # Looking for the width itself, argparse imports a module that takes longer than all the rest of it.
+            formatter_class=lambda prog: argparse.HelpFormatter(prog, width=100),
+        )
 
     def error(self, message: str) -> NoReturn:
         word = message.removeprefix("unrecognized arguments: ").split()[0]
