@@ -173,7 +173,7 @@ def _read_job(options: argparse.Namespace, rest: list[str], recorded: Mapping[st
         python=options.python,
         env=_parse_pairs(options.env, "--env"),
         framework=_check_framework(options.framework),
-        options=_parse_pairs(options.option, "-o"),
+        options={**recorded.get("options", {}), **_parse_pairs(options.option, "-o")},
         working_dir=_here() if rest else recorded.get("working_dir") or _here(),
     )
 
@@ -295,9 +295,10 @@ def demo(argv: list[str]) -> int:
 
 
 def _width() -> int:
+    """Columns to fill; a pipe takes lines of any length."""
     from shoal.observe.console import terminal_width
 
-    return terminal_width(sys.stdout)
+    return terminal_width(sys.stdout) if sys.stdout.isatty() else 10_000
 
 
 VERBS: dict[str, Callable[[list[str]], int]] = {

@@ -44,6 +44,10 @@ def run_job(job: Job, *, keep: Keep | None = None, out: TextIO | None = None, is
     returned, not raised. Ctrl-C, SIGTERM and a closed terminal end all workers within 3 s.
     """
     entry = entry_of(job)
+    if keep is not None and keep.has_tensorboard:
+        from shoal.observe.tensorboard import check_installed
+
+        check_installed()
     if job.num_workers is None:
         job = _choose_workers(job)
     worker_bytes = PLAIN_WORKER_BYTES if entry[0] == "program" else TORCH_WORKER_BYTES

@@ -23,6 +23,7 @@ from shoal.spec.job import Job, WorkerExit, WorkerSpec
 if TYPE_CHECKING:
     from shoal.observe.console import Console
     from shoal.observe.journal import Journal
+    from shoal.observe.tensorboard import TensorBoardExport
 
 GRACE_SECONDS = 2.0
 
@@ -70,6 +71,7 @@ class Watch:
         self._out = out
         self._console: Console | None = None
         self._journal: Journal | None = None
+        self._tensorboard: TensorBoardExport | None = None
         self._errors: list[Event] = []
         self._exits: list[WorkerExit] = []
         self._is_stuck = False
@@ -131,7 +133,12 @@ class Watch:
         if self._out is not None:
             self._console = Console(self._out, num_workers=crew.num_workers)
         self._journal = Journal(os.path.join(self._folder.path, "journal.jsonl"), self._note)
-        self._write("run_started", num_workers=crew.num_workers, command=" ".join(self._folder.facts["command"]))
+        if self._facts.has_tensorboard:
+            from shoal.observe.tensorboard import TensorBoardExport
+
+            self._tensorboard = TensorBoardExport(self._folder.path).start()
+        command = " ".join(self._folder.facts["command"])
+        self._write("run_started", num_workers=crew.num_workers, command=command, num_cores=self._facts.cores)
         for rank, pid in engine.pids.items():
             self._write("worker_started", rank, pid=pid)
 
@@ -238,6 +245,8 @@ class Watch:
         self._write("run_ended", status=outcome.status, exit_code=outcome.exit_code, cause=cause)
         if self._journal is not None:
             self._journal.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
 
 def say(text: str) -> None:

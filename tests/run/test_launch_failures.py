@@ -186,13 +186,13 @@ def test_resuming_in_another_size(box: Box) -> None:
     source = """
         from shoal.engine.env import read_worker
         facts = read_worker()
-        print(facts.is_resumed, facts.world_size, facts.options, facts.has_tensorboard)
+        print(facts.is_resumed, facts.world_size, facts.options)
     """
     box.write("show.py", source)
-    done = box.run("run", "--name", "first", "--tensorboard", "-o", "exact=1", "show.py")
-    assert done.stdout == "False 1 {'exact': '1'} True\n"
-    done = box.run("run", "--resume", "first", "-n", "2", "show.py")
-    assert {line.partition("] ")[2] for line in done.stdout.splitlines()} == {"True 2 {} False"}
+    done = box.run("run", "--name", "first", "-o", "exact=1", "-o", "seed=3", "show.py")
+    assert done.stdout == "False 1 {'exact': '1', 'seed': '3'}\n"
+    done = box.run("run", "--resume", "first", "-n", "2", "-o", "seed=4", "show.py")
+    assert {line.partition("] ")[2] for line in done.stdout.splitlines()} == {"True 2 {'exact': '1', 'seed': '4'}"}
     assert [path.name for path in (box.home / "runs").iterdir()] == ["first"]
 
 

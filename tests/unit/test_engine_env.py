@@ -77,9 +77,7 @@ def test_tensorflow_learns_of_all_workers() -> None:
 
 
 def test_what_was_written_is_read() -> None:
-    run = RunFacts(
-        name="r", dir="/r", num_workers=3, master_port=5, cores=1, generation=2, is_resumed=True, has_tensorboard=True
-    )
+    run = RunFacts(name="r", dir="/r", num_workers=3, master_port=5, cores=1, generation=2, is_resumed=True)
     env = worker_env(Job(script="a.py", options={"exact": "1", "x": "ü=="}), 2, run, {})
     assert read_worker(env) == WorkerFacts(
         rank=2,
@@ -92,7 +90,6 @@ def test_what_was_written_is_read() -> None:
         generation=2,
         options={"exact": "1", "x": "ü=="},
         is_resumed=True,
-        has_tensorboard=True,
     )
 
 

@@ -53,7 +53,6 @@ class WorkerFacts:
     generation: int = 0
     options: dict[str, str] = field(default_factory=dict)
     is_resumed: bool = False
-    has_tensorboard: bool = False
     is_measured: bool = False
 
 
@@ -81,7 +80,6 @@ def read_worker(env: Mapping[str, str] | None = None) -> WorkerFacts:
         generation=_int(env, "SHOAL_GENERATION", 0),
         options=_options(env.get("SHOAL_OPTIONS", "{}")),
         is_resumed=env.get("SHOAL_RESUME") == "1",
-        has_tensorboard=env.get("SHOAL_TENSORBOARD") == "1",
         is_measured=env.get("SHOAL_MEASURE") == "1",
     )
 
@@ -176,7 +174,6 @@ def _shoal(job: Job, run: RunFacts) -> dict[str, str]:
         "SHOAL_GENERATION": str(run.generation),
         "SHOAL_OPTIONS": json.dumps(dict(job.options)),
         "SHOAL_RESUME": "1" if run.is_resumed else "0",
-        "SHOAL_TENSORBOARD": "1" if run.has_tensorboard else "0",
     }
 
 

@@ -48,6 +48,8 @@ class Trainer:
 
     `init_from` starts from the weights of another run, checkpoint or file; with `strict=False` layers that do not
     fit are left alone and named. `resume=True` continues from the newest valid checkpoint in `run_dir`.
+
+    Making a trainer calls `loss` once, on the first samples, to see what the model does besides computing.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Trainer:
             self.ledger = setup.make_ledger(self.settings, self._source, traits, self.world_size)
             self._sync = setup.make_sync(self._group, self.model, optimizer, self.settings, self.ledger.num_shards)
             opened.callback(self._sync.close)
-            self._store = setup.open_store(self.run_dir, self.settings, self._recorder, number, opened)
+            self._store = setup.open_store(facts, self.run_dir, self.settings, self._recorder, number, opened)
             self._buffers = ChangingBuffers(self.model, traits.changing)
             self._merges = traits.is_plain and not self.settings.exact
             self._draws = traits.is_random

@@ -52,7 +52,7 @@ _num_trainers = 0
 
 
 def count_trainers() -> int:
-    """How many trainers this process has made before: each gets a group and checkpoints of its own."""
+    """How many trainers this process has made before: each needs a meeting place of its own."""
     global _num_trainers
     _num_trainers += 1
     return _num_trainers - 1
@@ -268,7 +268,12 @@ def check_same_step(group: Group, step: int) -> None:
 
 
 def open_store(
-    run_dir: str | None, settings: Settings, recorder: Recorder, trainer: int, opened: ExitStack
+    facts: WorkerFacts,
+    run_dir: str | None,
+    settings: Settings,
+    recorder: Recorder,
+    trainer: int,
+    opened: ExitStack,
 ) -> FolderStore | None:
     if run_dir is None:
         return None
@@ -279,7 +284,8 @@ def open_store(
             words = [str(data[name]) for name in ("message", "path", "reason", "why", "hint") if data.get(name)]
             print(f"shoal: {kind.replace('_', ' ')}: {'; '.join(words)}", file=sys.stderr)
 
-    name = "checkpoints" if trainer == 0 else f"checkpoints-{trainer}"
+    # Trainers of one launched run share its folder; a lone trainer has a folder to itself.
+    name = "checkpoints" if trainer == 0 or facts.run_dir is None else f"checkpoints-{trainer}"
     store = FolderStore(Path(run_dir) / name, keep=settings.keep, on_event=tell)
     opened.callback(store.close)
     return store
