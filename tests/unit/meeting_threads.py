@@ -24,7 +24,7 @@ def run_ranks(size: int, work: Callable[[ShmGroup], Any], timeout_seconds: float
 
         def gather(number: int) -> list[int]:
             board.post(np.array([number]))
-            return [int(other) for other in board.peers().view(np.int64)[:, 0]]
+            return [int(other) for other in board.peers()[:, 0]]
 
         group = ShmGroup(board, swap_by_proc([describe_self()] * size, rank, gather))
         try:

@@ -18,6 +18,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic, monotonic_ns
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -79,7 +80,8 @@ class Board:
         self._mine = [self.line(channel, rank) for channel in range(NUM_CHANNELS + 2)]
         self._others = [[(p, self.line(channel, p)) for p in self._peers] for channel in range(NUM_CHANNELS + 2)]
         self._num_asleep, self._asleep_lock = 0, threading.Lock()
-        self._round, self._posted = 0, 0
+        self._round = 0
+        self._posted: Numbers | None = None
         self._spins = _SPINS if len(os.sched_getaffinity(0)) >= size else 1
 
     def line(self, channel: int, rank: int) -> int:
@@ -200,18 +202,18 @@ class Board:
         return next((row for row in self._others if (rank, at) in row), [])
 
     def post(self, numbers: Numbers) -> None:
-        """Show up to 64 numbers to all ranks. Every rank posts equally many, then calls `peers`, in turn."""
-        assert self._posted == 0, "post() was called twice without peers() between"
-        self._round += 1
-        self._posted = len(numbers)
-        self._mail[self._round & 1, self.rank, : self._posted] = numbers.view(np.float64)
+        """Show up to 64 numbers, float64 or int64, to all ranks, who all post equally many and then call `peers`."""
+        assert self._posted is None, "post() was called twice without peers() between"
+        self._round, self._posted = self._round + 1, numbers
+        self._mail[self._round & 1, self.rank, : len(numbers)] = numbers.view(np.float64)
         self.signal(MAIL, self._round)
 
-    def peers(self) -> npt.NDArray[np.float64]:
-        """Everyone's numbers, one row a rank; call `.view(np.int64)` on it if integers were posted. About 2 µs."""
-        count, self._posted = self._posted, 0
+    def peers(self) -> Numbers:
+        """Everyone's numbers, one row a rank, in the dtype we posted. About 3 µs with `post`."""
+        posted, self._posted = self._posted, None
+        assert posted is not None, "peers() was called without post() before"
         self.wait(MAIL, self._round)
-        return self._mail[self._round & 1, :, :count].copy()
+        return cast(Numbers, self._mail[self._round & 1, :, : len(posted)].copy().view(posted.dtype))
 
     def close(self) -> None:
         """Raise our flag that says we left, wake whoever waits for us, and let go of the memory."""

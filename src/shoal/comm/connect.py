@@ -128,7 +128,7 @@ def _by_proc(meeting: Rendezvous, processes: Sequence[Process], control: int) ->
 
 def _gather_number(board: Board, number: int) -> list[int]:
     board.post(np.array([number]))
-    return [int(other) for other in board.peers().view(np.int64)[:, 0]]
+    return [int(other) for other in board.peers()[:, 0]]
 
 
 def _by_sockets(meeting: Rendezvous, processes: Sequence[Process], control: int) -> Way:

@@ -9,8 +9,6 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from shoal.comm import collectives
@@ -78,11 +76,11 @@ class ShmGroup:
         return self._board.late_seconds
 
     def post(self, numbers: Numbers) -> None:
-        """Show up to 64 numbers to all ranks. Every rank posts equally many, then calls `peers`, in turn."""
+        """Show up to 64 numbers, float64 or int64, to all ranks, who all post equally many and then call `peers`."""
         self._board.post(numbers)
 
-    def peers(self) -> npt.NDArray[np.float64]:
-        """Everyone's posted numbers, one row a rank. `.view(np.int64)` if integers were posted."""
+    def peers(self) -> Numbers:
+        """Everyone's posted numbers, one row a rank."""
         return self._board.peers()
 
     def all_reduce(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Work:

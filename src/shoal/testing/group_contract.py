@@ -114,6 +114,8 @@ class GroupContract:
                 assert isinstance(error, MemberLost), error
                 assert error.ranks == (dead,)
                 assert vars(error)["when"] - killed < 1.0
+            ranks.start(close)
+            assert all(seconds < 1.0 for seconds in ranks.outcomes([r for r in range(self.size) if r != dead]))
 
     def test_a_frozen_rank_runs_into_the_timeout(self) -> None:
         if self.size == 1:
@@ -330,6 +332,13 @@ def reduce_forever(member: Member, numel: int) -> None:
     tensor = torch.zeros(numel)
     while True:
         member.group.all_reduce(tensor).wait()
+
+
+def close(member: Member) -> float:
+    """Seconds it takes to leave."""
+    began = time.monotonic()
+    member.group.close()
+    return time.monotonic() - began
 
 
 def join_impatiently(member: Member, generation: int) -> None:
