@@ -97,6 +97,17 @@ def test_the_users_own_loop_and_fit_do_the_same(tmp_path):
         assert trainer.digest() == expected
 
 
+def test_leaving_a_loop_early_loses_nothing(tmp_path):
+    with make_trainer(str(tmp_path / "once")) as trainer:
+        expected = trainer.fit(steps=7).digest()
+    with make_trainer(str(tmp_path / "left")) as trainer:
+        for batch in trainer:
+            trainer.step(batch)
+            if trainer.place.step == 3:
+                break
+        assert trainer.fit(steps=4).digest() == expected
+
+
 def test_fit_in_parts_is_fit_at_once(tmp_path):
     with make_trainer(str(tmp_path / "once")) as trainer:
         expected = trainer.fit(steps=7).digest()

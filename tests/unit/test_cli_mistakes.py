@@ -19,7 +19,7 @@ BAD = {
     "half a worker": (["-n", "1.5", "good.py"], "-n '1.5' is not a number"),
     "nothing after -n": (["-n"], "expected one argument"),
     "too many workers": (["-n", "100000", "good.py"], "100000 workers do not fit into memory"),
-    "bad size": (["-o", "worker_memory=lots", "good.py"], "'lots' is not a size"),
+    "bad size": (["-o", "engine.worker_memory=lots", "good.py"], "'lots' is not a size"),
     "env without value": (["--env", "NAME", "good.py"], "--env 'NAME' is not of the form NAME=VALUE"),
     "env without name": (["--env", "=1", "good.py"], "--env '=1'"),
     "option without value": (["-o", "exact", "good.py"], "-o 'exact'"),

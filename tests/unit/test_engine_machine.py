@@ -98,13 +98,13 @@ def test_workers_that_do_not_fit_are_refused() -> None:
         check_memory(3, 100 * MB, {}, available=200 * MB)
     assert "300 MB" in caught.value.why
     assert "-n 2" in caught.value.hint
-    assert "worker_memory" in caught.value.hint
+    assert "engine.worker_memory" in caught.value.hint
 
 
 def test_a_user_who_knows_better_is_believed() -> None:
-    check_memory(3, 100 * MB, {"worker_memory": "50MB"}, available=200 * MB)
+    check_memory(3, 100 * MB, {"engine.worker_memory": "50MB"}, available=200 * MB)
     with pytest.raises(UserError):
-        check_memory(3, 100 * MB, {"worker_memory": "1g"}, available=200 * MB)
+        check_memory(3, 100 * MB, {"engine.worker_memory": "1g"}, available=200 * MB)
 
 
 @pytest.mark.parametrize(

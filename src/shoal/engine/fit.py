@@ -15,10 +15,10 @@ def check_memory(
 ) -> None:
     """Raise UserError where the workers would not even get as far as importing torch.
 
-    `available` is measured where it is not given. The option `worker_memory` replaces our guess of `worker_bytes`.
+    `available` is measured where it is not given. The option `engine.worker_memory` replaces our guess of `worker_bytes`.
     """
-    if "worker_memory" in options:
-        worker_bytes = parse_bytes(options["worker_memory"])
+    if "engine.worker_memory" in options:
+        worker_bytes = parse_bytes(options["engine.worker_memory"])
     available = available_memory_bytes() if available is None else available
     if available is None or num_workers * worker_bytes <= available:
         return
@@ -28,7 +28,7 @@ def check_memory(
         why=f"each takes about {worker_bytes >> 20} MB, together {num_workers * worker_bytes >> 20} MB, "
         f"and {available >> 20} MB are available",
         hint=(f"use `-n {fitting}` or fewer; " if fitting else "")
-        + "if yours take less, say so: `-o worker_memory=100MB`",
+        + "if yours take less, say so: `-o engine.worker_memory=100MB`",
     )
 
 

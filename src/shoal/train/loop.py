@@ -74,7 +74,7 @@ class Trainer:
         number = setup.count_trainers()
         with place_errors(self.rank), ExitStack() as opened:
             self.settings, origins = make_settings({"batch_size": batch_size, **settings}, facts.options)
-            self.run_dir, self._recorder = setup.open_run(facts, run_dir, opened)
+            self.run_dir, self._recorder = setup.open_run(facts, run_dir, resume, opened)
             setup.set_threads(self.settings)
             self.device = setup.place_model(model, facts)
             self.model = setup.uncompiled(model)
@@ -125,10 +125,14 @@ class Trainer:
     def __iter__(self) -> Iterator[Batch]:
         """This worker's batches of one epoch, or of the rest of it: `for batch in trainer: trainer.step(batch)`."""
         stop_epoch, stop_step, goal = setup.next_goal(self.ledger, self._goal, 1, None)
-        self._goal = self.place
-        with self._load(stop_epoch, stop_step) as batches:
-            yield from batches
-        self._goal = goal or self.place
+        try:
+            with self._load(stop_epoch, stop_step) as batches:
+                yield from batches
+        except GeneratorExit:
+            goal = self.place  # the caller left the loop: what follows goes on from here
+            raise
+        finally:
+            self._goal = goal or self.place
 
     @contextmanager
     def _load(self, stop_epoch: int | None, stop_step: int | None) -> Iterator[Iterator[Batch]]:

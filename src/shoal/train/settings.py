@@ -80,12 +80,17 @@ def make_settings(given: Mapping[str, Any], overrides: Mapping[str, str]) -> tup
     _check_names(given, "Trainer has no argument {name!r}.")
     origins = {name: "script" if name in given else "default" for name in NAMES}
     settings = Settings(**given)
-    own = {name.removeprefix("train."): text for name, text in overrides.items()}
+    # `engine.` and the like are other parts' options.
+    own = {name.removeprefix("train."): text for name, text in overrides.items() if _is_ours(name)}
     _check_names(own, "There is no setting {name!r} to override with -o.")
     for name, text in own.items():
         settings = replace(settings, **{name: parse(name, text)})
         origins[name] = f"-o {name}={text}"
     return settings, origins
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("train.") or "." not in name
 
 
 def _check_names(given: Mapping[str, Any], message: str) -> None:

@@ -58,12 +58,18 @@ def count_trainers() -> int:
     return _num_trainers - 1
 
 
-def open_run(facts: WorkerFacts, run_dir: str | None, opened: ExitStack) -> tuple[str | None, Recorder]:
-    """The run folder: the launcher's, or one of our own where there is no launcher."""
+def open_run(
+    facts: WorkerFacts, run_dir: str | None, is_resumed: bool, opened: ExitStack
+) -> tuple[str | None, Recorder]:
+    """The run folder: the launcher's, or one of our own where there is no launcher of ours."""
+    if is_resumed and facts.run_dir is None and run_dir is None:
+        raise UserError(
+            "resume=True does not say which run to continue.",
+            hint="name its folder with `run_dir=`, or start with `shoal run --resume RUN`",
+        )
+    run_dir = facts.run_dir or run_dir
     if facts.run_dir is None and facts.rank == 0:
         run_dir = opened.enter_context(LoneRun(run_dir)).path
-    else:
-        run_dir = facts.run_dir
     recorder = Recorder(run_dir, facts.rank, facts.world_size, facts.control_fd, generation=facts.generation)
     opened.callback(recorder.close)
     return run_dir, recorder

@@ -109,7 +109,7 @@ class MessageSync:
 
     def _norm(self) -> float:
         """Chunk by chunk, as the workers that share memory do, so that the result is the same to the last bit."""
-        return math.sqrt(math.fsum(float(square_of(chunk)) for chunk in self.replica.gradients))
+        return math.sqrt(math.fsum(torch.stack([square_of(chunk) for chunk in self.replica.gradients]).tolist()))
 
     def _gather(self) -> None:
         """Collect every worker's subtree sums and add them up along the tree, a bucket at a time."""
