@@ -34,17 +34,17 @@ NUM_RANKS = 2
 WARM_SECONDS = 0.03
 
 
-def main(rounds: int) -> dict[str, Any]:
-    mpi = find_mpi()
-    samples: dict[str, dict[str, list[float]]] = {label: {} for label in SIZES}
-    with Workers() as workers:
+def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
+    mpi, labels = find_mpi(), list(SIZES)[: 2 if is_quick else None]
+    samples: dict[str, dict[str, list[float]]] = {label: {} for label in labels}
+    with Workers(labels) as workers:
         for _ in range(rounds):
-            for label in SIZES:
+            for label in labels:
                 for name in CONTENDERS:
                     samples[label].setdefault(name, []).append(workers.measure(name, label))
-            for label, seconds in (measure_mpi(mpi) if mpi else {}).items():
+            for label, seconds in (measure_mpi(mpi, labels) if mpi else {}).items():
                 samples[label].setdefault("OpenMPI", []).append(seconds)
-    rows = [_row(index, label, samples[label]) for index, label in enumerate(SIZES)]
+    rows = [_row(index, label, samples[label]) for index, label in enumerate(labels)]
     notes = ["milliseconds a call, median of the rounds (quartiles); × = times faster than, taken within a round"]
     if not mpi:
         notes.append("OpenMPI skipped: no mpirun, or no python with mpi4py and numpy (python3, .venv-mpi/bin/python)")
@@ -65,7 +65,7 @@ def _row(index: int, label: str, samples: dict[str, list[float]]) -> dict[str, A
 class Workers:
     """Two processes that measure what they are told to, at the same time."""
 
-    def __init__(self) -> None:
+    def __init__(self, labels: list[str]) -> None:
         context = multiprocessing.get_context("spawn")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -73,7 +73,7 @@ class Workers:
         pipes = [context.Pipe() for _ in range(NUM_RANKS)]
         self._pipes = [ours for ours, _ in pipes]
         self._processes = [
-            context.Process(target=serve, args=(rank, port, theirs), daemon=True)
+            context.Process(target=serve, args=(rank, port, labels, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self._processes:
@@ -101,13 +101,13 @@ class Workers:
 Call = Callable[[], object]
 
 
-def serve(rank: int, port: int, pipe: Connection) -> None:
+def serve(rank: int, port: int, labels: list[str], pipe: Connection) -> None:
     """One worker: prepare every contender at every size once, then measure on demand until the pipe closes."""
     torch.set_num_threads(1)
     store = open_store("127.0.0.1", port, rank, NUM_RANKS)
     group = connect(rank, NUM_RANKS, store, transport="shm")
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
-    calls = {(name, label): prepare(group, SIZES[label]) for name, prepare in CONTENDERS.items() for label in SIZES}
+    calls = {(name, label): prepare(group, SIZES[label]) for name, prepare in CONTENDERS.items() for label in labels}
     while True:
         try:
             name, label = pipe.recv()
@@ -174,8 +174,8 @@ def find_mpi() -> list[str]:
     return []
 
 
-def measure_mpi(command: list[str]) -> dict[str, float]:
-    plan = {"warm_seconds": WARM_SECONDS, "calls": {str(SIZES[label]): CALLS[label] for label in SIZES}}
+def measure_mpi(command: list[str], labels: list[str]) -> dict[str, float]:
+    plan = {"warm_seconds": WARM_SECONDS, "calls": {str(SIZES[label]): CALLS[label] for label in labels}}
     answer = subprocess.run([*command, json.dumps(plan)], capture_output=True, text=True, check=True, timeout=120)
     seconds = json.loads(answer.stdout)
-    return {label: seconds[str(num_bytes)] for label, num_bytes in SIZES.items()}
+    return {label: seconds[str(SIZES[label])] for label in labels}
