@@ -23,6 +23,7 @@ Train, tune and serve PyTorch models across the machines you have.
   shoal ps                       the runs there are
   shoal logs RUN                 what its workers printed
   shoal explain RUN              where the time went, who was slow, what to change
+  shoal export RUN PATH          its weights, for other tools
 
 `shoal VERB --help` lists the options of a verb; `shoal --version` says which shoal this is.
 RUN is a name or a part of one, the path of a run folder, or `last`.
@@ -287,6 +288,37 @@ def explain(argv: list[str]) -> int:
     return print_explanation(shoal_home(), options.run, sys.stdout, as_json=options.json, width=_width())
 
 
+def export(argv: list[str]) -> int:
+    """`shoal export`: write a run's weights to a file that other tools read."""
+    parser = _Parser(
+        "export", "Write the weights of a run's newest valid checkpoint.", "RUN PATH [--format F] [--ema]"
+    )
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("path", metavar="PATH")
+    parser.add_argument("--format", default="safetensors", help="safetensors, state_dict (.pt) or dcp (a folder)")
+    parser.add_argument("--ema", action="store_true", help="the moving average instead of the parameters")
+    parser.add_argument("--json", action="store_true", help="say as JSON what was written")
+    options = parser.parse_args(argv)
+    formats = ("safetensors", "state_dict", "dcp")
+    if options.format not in formats:
+        raise _unknown(options.format, "format", formats, f"use one of: {', '.join(formats)}")
+    from shoal.checkpoint.foreign import read_weights, write_weights
+    from shoal.engine.env import shoal_home
+    from shoal.observe.runs import find_run
+
+    run = find_run(shoal_home(), options.run)
+    weights = read_weights(run.path, "ema" if options.ema else "model")
+    path = write_weights(weights, options.path, options.format)
+    if options.json:
+        import json
+
+        facts = {"run": run.name, "path": str(path), "format": options.format, "num_tensors": len(weights)}
+        sys.stdout.write(json.dumps(facts) + "\n")
+    else:
+        sys.stdout.write(f"{len(weights)} tensors of {run.name} written to {path}\n")
+    return 0
+
+
 def demo(argv: list[str]) -> int:
     """`shoal demo`: show the promise."""
     from importlib import import_module
@@ -307,4 +339,5 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "ps": ps,
     "logs": logs,
     "explain": explain,
+    "export": export,
 }

@@ -291,3 +291,16 @@ def test_metrics_and_settings_are_written(tmp_path):
     assert settings[0].data["seed"] == {"value": 5, "source": "script"}
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert run["status"] == "finished"
+
+
+@pytest.mark.parametrize("format", ["safetensors", "state_dict", "dcp"])
+def test_weights_go_out_and_come_back(format, tmp_path, capsys):
+    from shoal.cli import main
+
+    with make_trainer(str(tmp_path / "run")) as trainer:
+        digest = trainer.fit(steps=2).digest()
+    target = tmp_path / {"safetensors": "w.safetensors", "state_dict": "w.pt", "dcp": "w"}[format]
+    assert main(["export", str(tmp_path / "run"), str(target), "--format", format, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_tensors"] == 4
+    with make_trainer(str(tmp_path / "other"), model=make_model(9), init_from=str(target)) as trainer:
+        assert trainer.digest() == digest
