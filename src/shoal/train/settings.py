@@ -1,6 +1,6 @@
 """What a training run leaves open or decides: one frozen record, from the script and then from `-o`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_type_hints
@@ -56,21 +56,48 @@ class Settings:
     timeout_seconds: float = 300.0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "shards", "microbatch_size", "checkpoint_every", "keep", "threads"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise _wrong(name, value, "a whole number of 1 or more")
-        for name in ("max_norm", "timeout_seconds"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise _wrong(name, value, "a number above 0")
-        if self.ema is not None and not 0 < self.ema < 1:
-            raise _wrong("ema", self.ema, "a decay between 0 and 1, such as 0.999")
-        for name in ("precision", "schedule", "unused", "transport"):
-            allowed = get_args(get_type_hints(Settings)[name])
-            if getattr(self, name) not in allowed:
-                raise _wrong(name, getattr(self, name), " or ".join(map(repr, allowed)))
+        for field in fields(self):
+            value, rule = getattr(self, field.name), RULES[field.name]
+            if not (value is None and field.default is None) and not rule.fits(value):
+                raise _wrong(field.name, value, rule)
 
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a setting may be, in words and as a test, and an example."""
+
+    wanted: str
+    example: str
+    fits: Callable[[Any], bool]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _one_of(name: str) -> Rule:
+    allowed = get_args(get_type_hints(Settings)[name])
+    return Rule(" or ".join(map(repr, allowed)), repr(allowed[-1]), lambda value: value in allowed)
+
+
+_COUNT = Rule("a whole number of 1 or more", "8", lambda value: _is_whole(value) and value >= 1)
+_SWITCH = Rule("True or False", "True", lambda value: isinstance(value, bool))
+
+RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(("batch_size", "shards", "microbatch_size", "checkpoint_every", "keep", "threads"), _COUNT),
+    **dict.fromkeys(("shuffle", "exact", "compile", "balance"), _SWITCH),
+    **{name: _one_of(name) for name in ("precision", "schedule", "unused", "transport")},
+    "seed": Rule("a whole number", "0", _is_whole),
+    "loaders": Rule("a whole number of 0 or more", "1", lambda value: _is_whole(value) and value >= 0),
+    "max_norm": Rule("a number above 0", "1.0", lambda value: _is_number(value) and value > 0),
+    "timeout_seconds": Rule("a number above 0", "300.0", lambda value: _is_number(value) and value > 0),
+    "ema": Rule("a decay between 0 and 1", "0.999", lambda value: _is_number(value) and 0 < value < 1),
+}
+"""One for each setting; None is allowed where it is the default."""
 
 NAMES = tuple(field.name for field in fields(Settings))
 
@@ -79,7 +106,7 @@ def make_settings(given: Mapping[str, Any], overrides: Mapping[str, str]) -> tup
     """Settings from the script's keywords, then from text overrides; also says where each value came from."""
     _check_names(given, "Trainer has no argument {name!r}.")
     origins = {name: "script" if name in given else "default" for name in NAMES}
-    settings = Settings(**given)
+    settings = Settings(**{name: _plain(value) for name, value in given.items()})
     # `engine.` and the like are other parts' options.
     own = {name.removeprefix("train."): text for name, text in overrides.items() if _is_ours(name)}
     _check_names(own, "There is no setting {name!r} to override with -o.")
@@ -99,8 +126,14 @@ def _check_names(given: Mapping[str, Any], message: str) -> None:
             close = get_close_matches(name, NAMES, 1)
             raise UserError(
                 message.format(name=name),
+                why="it is none of the settings of a run",
                 hint=f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(NAMES)}",
             )
+
+
+def _plain(value: Any) -> Any:
+    """A single number of numpy or torch counts as that number."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def parse(name: str, text: str) -> Any:
@@ -115,8 +148,11 @@ def parse(name: str, text: str) -> Any:
             return float(text)
         return int(text) if "int" in hint else text
     except (ValueError, KeyError):
-        raise _wrong(name, text, "a value of the right type") from None
+        raise _wrong(name, text, RULES[name]) from None
 
 
-def _wrong(name: str, value: object, wanted: str) -> UserError:
-    return UserError(f"{name}={value!r} does not work.", why=f"it must be {wanted}", hint=f"change {name}=")
+def _wrong(name: str, value: object, rule: Rule) -> UserError:
+    shown = repr(value) if len(repr(value)) <= 60 else f"a {type(value).__name__}"
+    return UserError(
+        f"{name}={shown} does not work.", why=f"it must be {rule.wanted}", hint=f"for example: {name}={rule.example}"
+    )
