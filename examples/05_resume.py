@@ -4,8 +4,8 @@
     shoal run -n 1 --resume first examples/05_resume.py                one worker goes on, from step 20
     python examples/05_resume.py                                       the same without a failure: the same digest
 
-A checkpoint holds no number of workers. `--resume` takes the newest one that proves whole. The script may be left out;
-then it is started as before, with the arguments it had.
+A checkpoint holds no number of workers. `--resume` takes the newest one that proves whole. The script may be left
+out; then it is started as before, with the arguments it had.
 """
 
 import argparse
