@@ -116,18 +116,35 @@ def save(result: Mapping[str, Any]) -> Path:
     return path
 
 
+def check(what: str, measured: Mapping[str, float], goal: str) -> dict[str, Any]:
+    """One goal beside what was measured: a row for `checks`. `goal` is such as "≥ 0.95" or "≤ 150"."""
+    sign, number = goal.split()
+    is_met = measured["median"] >= float(number) if sign == "≥" else measured["median"] <= float(number)
+    return {"goal of": what, "measured": measured, "goal": goal, "verdict": "met" if is_met else "missed"}
+
+
 def render(result: Mapping[str, Any]) -> str:
-    """The result as people read it: rows as a table, notes below, the place last."""
-    rows: Sequence[Mapping[str, Any]] = result.get("rows", ())
-    names = list(dict.fromkeys(key for row in rows for key in row))
-    table = [names, *([_cell(row.get(name, "")) for name in names] for row in rows)]
-    widths = [max(len(line[i]) for line in table) for i in range(len(names))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
+    """The result as people read it: rows as tables, goals, notes, and the place last.
+
+    `rows` is the main table, `more` holds further ones by title, `checks` are the goals.
+    """
+    lines = [result["benchmark"], *_table(result.get("rows", ()))]
+    for title, rows in result.get("more", {}).items():
+        lines += ["", title, *_table(rows)]
+    if result.get("checks"):
+        lines += ["", *_table(result["checks"]), ""]
     machine = result["machine"]
     place = (
         f"{machine['cores']} cores, {machine['cpu']}, torch {machine['packages'].get('torch')}, {result['commit']}"
     )
-    return "\n".join([result["benchmark"], *lines, *result.get("notes", ()), place])
+    return "\n".join([*lines, *result.get("notes", ()), place])
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    table = [names, *([_cell(row.get(name, "")) for name in names] for row in rows)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(names))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
 
 
 def _cell(value: Any) -> str:

@@ -1,0 +1,49 @@
+"""Every benchmark runs, tiny, and tells what it takes to judge its numbers."""
+
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import harness
+
+
+def run_quickly(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    monkeypatch.setattr("sys.argv", ["benchmarks", name, "--json", "--quick", "--rounds", "1"])
+    assert command.main() == 0
+    return dict(json.loads(capsys.readouterr().out))
+
+
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [
+        ("bookkeeping", "measured"),
+        ("commands", "cpu ms"),
+        ("data_parallel", "ms a step"),
+        ("exact", "cost"),
+        ("launch", "first step s"),
+    ],
+)
+def test_a_benchmark_runs(
+    name: str, column: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run_quickly(name, monkeypatch, capsys)
+    assert {"benchmark", "date", "command", "commit", "machine", "rows", "checks", "samples_seconds"} <= set(result)
+    assert {"median", "low", "high", "rounds"} <= set(result["rows"][0][column])
+    for goal in result["checks"]:
+        assert set(goal) == {"goal of", "measured", "goal", "verdict"}
+        assert goal["verdict"] in ("met", "missed")
+    assert column in harness.render(result)
+
+
+def test_all_benchmarks_of_the_package_are_known() -> None:
+    assert {"allreduce", "bookkeeping", "commands", "data_parallel", "exact", "launch"} <= set(command.names())
+
+
+@pytest.mark.parametrize(
+    ("goal", "value", "verdict"),
+    [("≥ 0.95", 0.95, "met"), ("≥ 0.95", 0.9, "missed"), ("≤ 150", 149.0, "met"), ("≤ 150", 151.0, "missed")],
+)
+def test_a_goal_is_met_or_missed(goal: str, value: float, verdict: str) -> None:
+    assert harness.check("it", harness.summarize([value]), goal)["verdict"] == verdict
