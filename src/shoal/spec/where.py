@@ -29,6 +29,14 @@ def place_of(error: BaseException) -> str:
     return f"{_shorten(place[0])}:{place[1]}" if place[0] else ""
 
 
+def place_of_function(function: object) -> str:
+    """`file:line` where a function of the user's is defined, through decorators and partials; empty for others."""
+    for _ in range(8):
+        function = getattr(function, "__wrapped__", None) or getattr(function, "func", None) or function
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return f"{_shorten(code.co_filename)}:{code.co_firstlineno}" if code and is_users(code.co_filename) else ""
+
+
 def _frames(trace: TracebackType | None) -> Iterator[tuple[str, int]]:
     while trace is not None:
         yield trace.tb_frame.f_code.co_filename, trace.tb_lineno

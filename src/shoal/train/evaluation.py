@@ -34,7 +34,7 @@ def evaluate(
     The dataset is cut into blocks of a fixed size, which are divided among the workers; block results are added up
     exactly. So the answer does not depend on the number of workers, to the last bit.
     """
-    blocks = cut_blocks(len(source), block)
+    blocks = cut_blocks(count_samples(source), block)
     mine = assign(len(blocks), [1.0] * group.size)[group.rank]
     rows: dict[int, list[float]] = {}
     with evaluating(model):
@@ -42,12 +42,22 @@ def evaluate(
         for index in mine or range(1):
             ids = np.arange(*blocks[index])
             batch = move(source.fetch(ids), device)
-            with in_user_code(group.rank, None, batch, f"evaluating samples {ids[0]} to {ids[-1]}"):
+            with in_user_code(group.rank, None, batch, f"evaluating samples {ids[0]} to {ids[-1]}", loss):
                 names, row = measure(loss(model, batch), len(ids))
             rows[index] = row if mine else [0.0] * len(row)
     table = gather_rows(rows, len(blocks), group)
     sums = [(math.fsum(table[:, 2 * i]), math.fsum(table[:, 2 * i + 1])) for i in range(len(names))]
     return {name: total / weight if weight else math.nan for name, (total, weight) in zip(names, sums, strict=True)}
+
+
+def count_samples(source: Any) -> int:
+    if source.num_samples is None:
+        raise UserError(
+            f"A stream ({source.name}) cannot be evaluated or predicted on.",
+            why="it is divided among the workers by sample number, and a stream has none",
+            hint="pass tensors, files, or a dataset with `__len__` and `__getitem__`, such as `list(stream)`",
+        )
+    return int(source.num_samples)
 
 
 def cut_blocks(num_samples: int, block: int) -> list[tuple[int, int]]:
@@ -59,6 +69,8 @@ def measure(result: Any, num_samples: int) -> tuple[tuple[str, ...], list[float]
     named = result if isinstance(result, Mapping) else {"loss": result}
     row: list[float] = []
     for value in named.values():
+        if isinstance(value, int | float):  # nothing is differentiated here, so a plain number will do
+            value = torch.tensor(float(value), dtype=torch.float64)
         total, factor, weight = as_sum(value, num_samples)
         row += [float(total) * factor, weight]
     return tuple(named), row
@@ -78,7 +90,7 @@ def predict(model: nn.Module, forward: Forward, source: Any, group: Group, block
 
     Outputs are tensors, or tuples or dicts of tensors.
     """
-    blocks = cut_blocks(len(source), block)
+    blocks = cut_blocks(count_samples(source), block)
     ranges = assign(len(blocks), [1.0] * group.size)
     outputs: list[Any] = []
     with evaluating(model):
@@ -86,7 +98,7 @@ def predict(model: nn.Module, forward: Forward, source: Any, group: Group, block
         for index in ranges[group.rank] or range(1):
             ids = np.arange(*blocks[index])
             batch = move(source.fetch(ids), device)
-            with in_user_code(group.rank, None, batch, f"predicting samples {ids[0]} to {ids[-1]}"):
+            with in_user_code(group.rank, None, batch, f"predicting samples {ids[0]} to {ids[-1]}", forward):
                 outputs.append(check_output(forward(model, batch), len(ids)))
     counts = [sum(blocks[i][1] - blocks[i][0] for i in of_rank) for of_rank in ranges]
     return join(outputs, counts, group)

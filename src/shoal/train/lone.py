@@ -48,6 +48,17 @@ class LoneRun:
 _has_failed = False
 
 
+def has_failed() -> bool:
+    """Whether an error is ending this process."""
+    return _has_failed
+
+
+def note_failure() -> None:
+    """Count this process as failed, though no exception ends it."""
+    global _has_failed
+    _has_failed = True
+
+
 def show_errors() -> None:
     """From now on an error of ours that ends this process is shown as what it says; others without our frames."""
     if sys.excepthook is sys.__excepthook__:
@@ -55,8 +66,7 @@ def show_errors() -> None:
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    global _has_failed
-    _has_failed = True
+    note_failure()
     if isinstance(error, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
     elif isinstance(error, ShoalError):

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 import torch
@@ -16,10 +17,12 @@ from shoal.data.shares import Schedule, Speed, rebalance
 from shoal.engine.env import read_worker
 from shoal.spec.event import StepMetrics
 from shoal.train import evaluation, setup
-from shoal.train.errors import in_user_code, place_errors
+from shoal.train.blame import naming_samples
+from shoal.train.errors import in_run, in_user_code, place_errors
 from shoal.train.lone import show_errors
 from shoal.train.loss import Loss, as_sum, check_differentiable, move
 from shoal.train.measure import Measurement
+from shoal.train.parts import check_batch, check_parts
 from shoal.train.resume import read_progress, write_progress
 from shoal.train.settings import make_settings
 from shoal.train.sync.sync import Outcome, Row
@@ -74,6 +77,7 @@ class Trainer:
         number = setup.count_trainers()
         with place_errors(self.rank), ExitStack() as opened:
             self.settings, origins = make_settings({"batch_size": batch_size, **settings}, facts.options)
+            check_parts(model, loss, optimizer, scheduler)
             self.run_dir, self._recorder = setup.open_run(facts, run_dir, resume, opened)
             setup.set_threads(self.settings)
             self.device = setup.place_model(model, facts)
@@ -83,7 +87,7 @@ class Trainer:
             setup.start_from(self.model, init_from, strict, self._recorder)
             self._source = setup.make_source(dataset, collate, self.settings)
             self._group = setup.connect(facts, self.device, self.settings, number, opened)
-            traits = setup.probe_model(self.model, loss, self._source, self.settings, self.device)
+            traits = setup.probe_model(self.model, loss, self._source, self.settings, self.device, self.rank)
             self.ledger = setup.make_ledger(self.settings, self._source, traits, self.world_size)
             self._sync = setup.make_sync(self._group, self.model, optimizer, self.settings, self.ledger.num_shards)
             opened.callback(self._sync.close)
@@ -98,6 +102,7 @@ class Trainer:
             self._num_steps: int | None = None
             self._saved_step = -1
             self._is_first = True
+            self._is_closed = False
             self._measurement = Measurement(self._recorder) if facts.is_measured else None
             setup.record_settings(self._recorder, self.settings, origins, self.ledger, traits, self._sync)
             if resume or facts.is_resumed:
@@ -106,6 +111,7 @@ class Trainer:
 
     # Training.
 
+    @in_run
     def fit(self, *, epochs: int | None = None, steps: int | None = None) -> Self:
         """Train for so many more epochs or steps, then save a checkpoint.
 
@@ -122,6 +128,7 @@ class Trainer:
             self.save(wait=True)
         return self
 
+    @in_run
     def __iter__(self) -> Iterator[Batch]:
         """This worker's batches of one epoch, or of the rest of it: `for batch in trainer: trainer.step(batch)`."""
         stop_epoch, stop_step, goal = setup.next_goal(self.ledger, self._goal, 1, None)
@@ -152,9 +159,11 @@ class Trainer:
         with place_errors(self.rank, lambda: self.place.step), loader:
             yield (Batch(plan=plan, pieces=pieces, load_seconds=loader.load_seconds) for plan, pieces in loader)
 
+    @in_run
     def step(self, batch: Batch) -> float:
         """Train on one batch, together with all other workers. Returns the loss over the whole global batch."""
         started = time.perf_counter()
+        check_batch(batch, Batch)
         plan, sync = batch.plan, self._sync
         assignment = self._schedule.at(plan.step)
         sync.begin(self.ledger.num_shards, assignment)
@@ -163,7 +172,7 @@ class Trainer:
 
         for index, (piece, data) in enumerate(zip(plan.pieces, batch.pieces, strict=True)):
             is_last = index + 1 == len(plan.pieces)
-            with in_user_code(self.rank, plan.step, data, "loss(model, batch)"):
+            with in_user_code(self.rank, plan.step, data, "loss(model, batch)", self._loss):
                 total, factor, row = self._forward(plan, piece, data, at_start)
             rows.append(row)
             if is_last:
@@ -180,7 +189,8 @@ class Trainer:
         if self._is_first:
             setup.check_unused(self._group, sync, self.settings.unused)
             self._is_first = False
-        outcome = sync.finish()
+        with naming_samples(self.ledger, self._source, plan, assignment):
+            outcome = sync.finish()
         if at_start is not None and outcome.totals.buffers is not None:
             self._buffers.write(outcome.totals.buffers)
         self.place = plan.after
@@ -260,6 +270,7 @@ class Trainer:
 
     # State.
 
+    @in_run
     def save(self, *, wait: bool = False) -> None:
         """Save a checkpoint of this moment, in the background unless `wait`. All workers call it; rank 0 writes."""
         self._saved_step = self.place.step
@@ -276,7 +287,9 @@ class Trainer:
             return
         loaded = self._store.load()
         setup.check_same_step(self._group, loaded.state.step)
-        place, scalars = read_progress(loaded.state, self.ledger, self.settings, self.optimizer, self.scheduler)
+        place, scalars = read_progress(
+            loaded.state, self.ledger, self.settings, self.optimizer, self.scheduler, self.model
+        )
         self._sync.replica.restore(loaded.state.tensors, scalars)
         self._sync.barrier()
         self.place = place
@@ -311,6 +324,7 @@ class Trainer:
         """The model's outputs for a dataset, in its order, on every worker. See `evaluation.predict`."""
         return self._use(evaluation.predict, forward, dataset)
 
+    @in_run
     def _use(self, act: Callable[..., T], function: Callable[..., Any], dataset: Any) -> T:
         # Samples of one forward: a function of the settings alone, so that results do not depend on the workers.
         block = min(self.settings.microbatch_size or self.settings.batch_size, -(-self.settings.batch_size // 4))
@@ -319,11 +333,18 @@ class Trainer:
             return act(self.model, function, source, self._group, block, self.device)
 
     def close(self) -> None:
-        """Finish writing, leave the group, and give the parameters memory of their own."""
-        self._opened.close()
+        """Finish writing, leave the group, and give the parameters memory of their own.
+
+        Raises UserError if the last checkpoint could not be saved.
+        """
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_closed = True
+        with place_errors(self.rank):
+            self._opened.__exit__(kind, error, trace)

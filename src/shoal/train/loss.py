@@ -1,5 +1,6 @@
 """Calling the user's loss, and understanding what it returns."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,28 +17,47 @@ def as_sum(result: Any, num_samples: int) -> tuple[torch.Tensor, float, float]:
     """(tensor to differentiate, factor that makes it a sum over samples, weight of that sum)."""
     if isinstance(result, tuple):
         if len(result) != 2:
-            raise _not_a_loss(f"a tuple of {len(result)}")
+            raise _not_a_loss(f"a tuple of {len(result)}", _ONE_OR_TWO, "return the loss alone, or (sum, weight)")
         total, weight = result
-        return _scalar(total), 1.0, float(weight)
+        return _scalar(total), 1.0, _weight(weight)
     return _scalar(result), float(num_samples), float(num_samples)
 
 
+_ONE_OR_TWO = "loss(model, batch) must return one number, the mean over the samples, or a pair (sum, weight)"
+
+
 def _scalar(value: Any) -> torch.Tensor:
+    if value is None:
+        raise _not_a_loss("nothing (None)", _ONE_OR_TWO, "end the loss function with `return`")
     if not isinstance(value, torch.Tensor):
-        raise _not_a_loss(f"a {type(value).__name__}")
+        why, hint = "gradients flow through tensors only", "return the tensor itself, without `.item()` or `float()`"
+        raise _not_a_loss(f"a {type(value).__name__}, not a tensor", why, hint)
     if value.numel() != 1:
-        raise _not_a_loss(f"a tensor of shape {tuple(value.shape)}")
+        hint = "reduce it with `.mean()`, or return `(losses.sum(), mask.sum())` where samples weigh differently"
+        raise _not_a_loss(f"a tensor of shape {tuple(value.shape)}, not one number", _ONE_OR_TWO, hint)
     if not value.is_floating_point():
-        raise _not_a_loss(f"a tensor of {value.dtype}")
+        why, hint = (
+            "only floating-point numbers have gradients",
+            "compute it from the model's output, or use `.float()`",
+        )
+        raise _not_a_loss(f"a tensor of {value.dtype}", why, hint)
     return value.reshape(())
 
 
-def _not_a_loss(what: str) -> UserError:
-    return UserError(
-        f"The loss returned {what}, not a number.",
-        why="loss(model, batch) must return one scalar tensor, the mean over the samples, or a pair (sum, weight)",
-        hint="reduce it with `.mean()`, or return `(losses.sum(), mask.sum())` where samples weigh differently",
-    )
+def _weight(value: Any) -> float:
+    try:
+        weight = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        weight = math.nan
+    if not 0 <= weight < math.inf:
+        shown = describe(value) if isinstance(value, torch.Tensor) and value.numel() != 1 else repr(value)[:60]
+        why = "the second of the pair (sum, weight) is what the sum is divided by: one number of 0 or more"
+        raise _not_a_loss(f"the weight {shown}", why, "return how many samples or tokens were counted: `mask.sum()`")
+    return weight
+
+
+def _not_a_loss(what: str, why: str, hint: str) -> UserError:
+    return UserError(f"The loss returned {what}.", why=why, hint=hint)
 
 
 def check_differentiable(value: torch.Tensor) -> None:

@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from shoal.checkpoint.facts import Fact
 from shoal.checkpoint.state import State
 from shoal.data.ledger import Ledger, Place
 from shoal.spec.errors import UserError
+from shoal.train.flat import shorten
 from shoal.train.replica import Replica
 from shoal.train.settings import Settings
 
@@ -31,6 +33,7 @@ def write_progress(
         "offset": place.offset,
         **sizes_of(settings, ledger),
         "settings": {name: getattr(settings, name) for name in FIXED},
+        "optimizer": type(optimizer).__name__,
         "groups": [hyper_parameters(group) for group in optimizer.param_groups],
         "counts": replica.scalars(),
         "scheduler": plain(scheduler.state_dict()) if scheduler is not None else None,
@@ -66,11 +69,18 @@ def is_plain(value: Any) -> bool:
 
 
 def read_progress(
-    state: State, ledger: Ledger, settings: Settings, optimizer: torch.optim.Optimizer, scheduler: Any
+    state: State,
+    ledger: Ledger,
+    settings: Settings,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    model: nn.Module,
 ) -> tuple[Place, list[dict[str, float]]]:
     """Put hyper-parameters and scheduler back; returns the place in the data and what the optimizer counted."""
     facts: Mapping[str, Any] = state.facts
-    _check(facts, ledger, settings, len(optimizer.param_groups))
+    _check_settings(facts, ledger, settings)
+    _check_model(state, model)
+    _check_optimizer(facts, optimizer)
     for group, saved in zip(optimizer.param_groups, facts["groups"], strict=True):
         group.update({name: _like(value, group.get(name)) for name, value in saved.items()})
     if scheduler is not None and facts["scheduler"] is not None:
@@ -86,16 +96,52 @@ def _like(value: Any, old: Any) -> Any:
     return tuple(value) if isinstance(old, tuple) and isinstance(value, list) else value
 
 
-def _check(facts: Mapping[str, Any], ledger: Ledger, settings: Settings, num_groups: int) -> None:
+def _check_settings(facts: Mapping[str, Any], ledger: Ledger, settings: Settings) -> None:
     asked = {name: getattr(settings, name) for name in FIXED} | sizes_of(settings, ledger)
     saved = {**facts.get("settings", {}), **{name: facts.get(name) for name in sizes_of(settings, ledger)}}
     changed = [name for name, value in asked.items() if saved.get(name) != value]
-    different = [f"{name} was {saved.get(name)!r} and is now {asked[name]!r}" for name in changed]
-    if len(facts.get("groups", ())) != num_groups:
-        different.append(f"the optimizer had {len(facts.get('groups', ()))} parameter groups, now {num_groups}")
-    if different:
-        raise UserError(
-            f"The checkpoint is of a different run: {'; '.join(different)}.",
+    # The number of shards follows from the others unless it alone was changed.
+    changed = [name for name in changed if name != "num_shards" or len(changed) == 1]
+    if changed:
+        raise _different(
+            "; ".join(f"{name} was {saved.get(name)!r} and is now {asked[name]!r}" for name in changed),
             why="the same samples would not come in the same order, so this would not be a continuation",
-            hint="resume with the settings it was made with, or start anew from its weights with `init_from=`",
         )
+
+
+def _check_model(state: State, model: nn.Module) -> None:
+    saved = {name.removeprefix("model/"): t for name, t in state.tensors.items() if name.startswith("model/")}
+    found = {name: t for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
+    odd = [
+        f"{name} was {_shape(saved.get(name))}, is now {_shape(found.get(name))}"
+        for name in {**found, **saved}
+        if _shape(saved.get(name)) != _shape(found.get(name))
+    ]
+    if odd:
+        raise _different(f"{len(odd)} layer(s) of the model: {shorten(odd)}", why="its values do not fit this model")
+
+
+def _shape(tensor: torch.Tensor | None) -> str:
+    return "absent" if tensor is None else str(list(tensor.shape))
+
+
+def _check_optimizer(facts: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    name, now = facts.get("optimizer"), type(optimizer).__name__
+    if name is not None and name != now:
+        raise _different(
+            f"the optimizer was {name} and is now {now}", why="each optimizer keeps a state of its own kind"
+        )
+    before, groups = len(facts.get("groups", ())), len(optimizer.param_groups)
+    if before != groups:
+        raise _different(
+            f"the optimizer had {before} parameter group(s) and has now {groups}",
+            why="the state of each group could not be put back",
+        )
+
+
+def _different(what: str, why: str) -> UserError:
+    return UserError(
+        f"The checkpoint is of a different run: {what}.",
+        why=why,
+        hint="resume with what it was made with, or start anew from its weights with `init_from=`",
+    )

@@ -1,6 +1,6 @@
 """What a training run leaves open or decides: one frozen record, from the script and then from `-o`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_type_hints
@@ -101,15 +101,27 @@ RULES: Mapping[str, Rule] = {
 
 NAMES = tuple(field.name for field in fields(Settings))
 
+OTHER_NAMES = ("scheduler", "collate", "init_from", "strict", "run_dir", "resume")
+"""What `Trainer` takes besides."""
+
+ELSEWHERE = {
+    "epochs": "say it to fit: `trainer.fit(epochs=3)`",
+    "steps": "say it to fit: `trainer.fit(steps=1000)`",
+    "lr": "give it to the optimizer: `torch.optim.AdamW(model.parameters(), lr=1e-3)`",
+    "num_workers": "start the script with `shoal run -n 2`; processes that load data are `loaders=2`",
+    "device": "move the model there before you make the optimizer: `model.to(device)`",
+}
+"""What people look for here and find in another place."""
+
 
 def make_settings(given: Mapping[str, Any], overrides: Mapping[str, str]) -> tuple[Settings, dict[str, str]]:
     """Settings from the script's keywords, then from text overrides; also says where each value came from."""
-    _check_names(given, "Trainer has no argument {name!r}.")
+    _check_names(given, "Trainer has no argument {name!r}.", (*NAMES, *OTHER_NAMES))
     origins = {name: "script" if name in given else "default" for name in NAMES}
     settings = Settings(**{name: _plain(value) for name, value in given.items()})
     # `engine.` and the like are other parts' options.
     own = {name.removeprefix("train."): text for name, text in overrides.items() if _is_ours(name)}
-    _check_names(own, "There is no setting {name!r} to override with -o.")
+    _check_names(own, "There is no setting {name!r} to override with -o.", NAMES)
     for name, text in own.items():
         settings = replace(settings, **{name: parse(name, text)})
         origins[name] = f"-o {name}={text}"
@@ -120,14 +132,15 @@ def _is_ours(name: str) -> bool:
     return name.startswith("train.") or "." not in name
 
 
-def _check_names(given: Mapping[str, Any], message: str) -> None:
+def _check_names(given: Mapping[str, Any], message: str, known: Sequence[str]) -> None:
     for name in given:
         if name not in NAMES:
-            close = get_close_matches(name, NAMES, 1)
+            close = get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known)}"
             raise UserError(
                 message.format(name=name),
                 why="it is none of the settings of a run",
-                hint=f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(NAMES)}",
+                hint=ELSEWHERE.get(name, hint),
             )
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -36,6 +37,7 @@ from shoal.train.errors import in_user_code
 from shoal.train.flat import shorten
 from shoal.train.lone import LoneRun
 from shoal.train.loss import Loss, as_sum, move
+from shoal.train.saving import SaveReport
 from shoal.train.settings import Settings
 from shoal.train.sync.message import MessageSync
 from shoal.train.sync.shared import SharedMemorySync
@@ -84,10 +86,7 @@ def set_threads(settings: Settings) -> None:
 
 def place_model(model: nn.Module, facts: WorkerFacts) -> torch.device:
     """Where the model is. One that was put on a GPU without a number goes to this worker's own."""
-    first = next(model.parameters(), None)
-    if first is None:
-        raise UserError("The model has no parameters.", hint="there is nothing to train")
-    device = first.device
+    device = next(model.parameters()).device
     if device.type == "cuda" and facts.local_world_size > 1 and device.index != facts.local_rank:
         raise UserError(
             f"The model is on {device}, but this worker's GPU is cuda:{facts.local_rank}.",
@@ -108,13 +107,31 @@ def start_from(model: nn.Module, init_from: str | None, strict: bool, recorder: 
     """Take over the weights of another run, checkpoint or file."""
     if init_from is None:
         return
-    path = Path(init_from)
-    if not path.exists():
-        path = Path(runs.find_run(shoal_home(), init_from).path)
+    path = find_weights(init_from)
     done = transfer(model, read_weights(path), strict=strict)
     recorder.event("initialized", source=str(path), report=done.report())
     if recorder.rank == 0 and not strict:
         print(done.report(), file=sys.stderr)
+
+
+def find_weights(init_from: str | os.PathLike[str]) -> Path:
+    """The file or folder that was named, or the folder of a run of that name."""
+    if not isinstance(init_from, str | os.PathLike):
+        raise UserError(
+            f"init_from is of type {type(init_from).__name__}.",
+            why="it must name a run, a checkpoint folder, or a file of weights",
+            hint="save the weights first, or copy them with `model.load_state_dict(...)`",
+        )
+    path = Path(init_from)
+    if path.exists():
+        return path
+    if path.suffix or len(path.parts) > 1:
+        raise UserError(
+            f"There is no {path} to start from.",
+            why=f"looked for {path.absolute()}",
+            hint="check the path that `init_from=` names; a run is named as `shoal ps` shows it",
+        )
+    return Path(runs.find_run(shoal_home(), str(init_from)).path)
 
 
 def make_source(dataset: Any, collate: Any, settings: Settings, *, is_whole: bool = True) -> Source:
@@ -149,12 +166,15 @@ def connect(facts: WorkerFacts, device: torch.device, settings: Settings, traine
     return group
 
 
-def probe_model(model: nn.Module, loss: Loss, source: Source, settings: Settings, device: torch.device) -> Traits:
+def probe_model(
+    model: nn.Module, loss: Loss, source: Source, settings: Settings, device: torch.device, rank: int
+) -> Traits:
     """Run the loss once on the first samples: what the model does besides computing, and whether it works at all."""
     batch = move(first_samples(source, -(-settings.batch_size // SHARDS_ALONE)), device)
 
     def forward() -> None:
-        with in_user_code(0, 0, batch, "loss(model, batch)"), autocast(settings.precision, device):
+        what = "loss(model, batch), tried on the first samples"
+        with in_user_code(rank, 0, batch, what, loss), autocast(settings.precision, device):
             as_sum(loss(model, batch), 1)
 
     return probe(model, forward, settings.seed)
@@ -176,9 +196,9 @@ def make_ledger(settings: Settings, source: Source, traits: Traits, num_workers:
     num_shards = choose_shards(settings, traits)
     if num_shards < num_workers:
         raise UserError(
-            f"{num_workers} workers cannot share steps of {num_shards} shards.",
-            why="a shard is computed by one worker, so some would have nothing to do",
-            hint=f"use {num_shards} workers or fewer, or `shards={num_workers}` (and a batch_size of that at least)",
+            f"{num_workers} workers are too many for a step of {settings.batch_size} samples in {num_shards} shards.",
+            why="a shard is computed by one worker, so some workers would have nothing to do",
+            hint=f"start fewer (`-n {num_shards}`), or use a batch_size and `shards=` of {num_workers} or more",
         )
     return Ledger(
         num_samples=source.num_samples,
@@ -194,14 +214,27 @@ def choose_shards(settings: Settings, traits: Traits) -> int:
         if settings.shards > settings.batch_size:
             raise UserError(
                 f"A batch of {settings.batch_size} samples cannot be cut into {settings.shards} shards.",
+                why="a shard has at least one sample",
                 hint=f"use shards={settings.batch_size} or fewer",
             )
+        _check_exact_shards(settings, settings.shards)
         return settings.shards
     alone = settings.exact or not traits.is_plain
     num_shards = SHARDS_ALONE if alone else SHARDS_MERGED
     if alone and settings.microbatch_size:
         num_shards = max(num_shards, math.ceil(settings.batch_size / settings.microbatch_size))
     return min(num_shards, settings.batch_size)
+
+
+def _check_exact_shards(settings: Settings, num_shards: int) -> None:
+    """In exact mode sums are taken shard by shard, so a shard must be computed in one piece."""
+    largest = -(-settings.batch_size // num_shards)
+    if settings.exact and settings.microbatch_size is not None and largest > settings.microbatch_size:
+        raise UserError(
+            f"Shards of {largest} samples do not fit into microbatch_size={settings.microbatch_size} in exact mode.",
+            why="sums are taken shard by shard in exact mode, so each is computed in one piece",
+            hint=f"use shards={-(-settings.batch_size // settings.microbatch_size)} or more, or leave shards= out",
+        )
 
 
 def make_sync(
@@ -284,15 +317,11 @@ def open_store(
     if run_dir is None:
         return None
 
-    def tell(kind: str, data: Mapping[str, Any]) -> None:
-        recorder.event(kind, **{name: value for name, value in data.items() if name != "step"})
-        if kind in ("checkpoint_failed", "checkpoint_skipped") and recorder.rank == 0:
-            words = [str(data[name]) for name in ("message", "path", "reason", "why", "hint") if data.get(name)]
-            print(f"shoal: {kind.replace('_', ' ')}: {'; '.join(words)}", file=sys.stderr)
-
+    report = SaveReport(recorder)
     # Trainers of one launched run share its folder; a lone trainer has a folder to itself.
     name = "checkpoints" if trainer == 0 or facts.run_dir is None else f"checkpoints-{trainer}"
-    store = FolderStore(Path(run_dir) / name, keep=settings.keep, on_event=tell)
+    store = FolderStore(Path(run_dir) / name, keep=settings.keep, on_event=report.tell)
+    opened.push(report)
     opened.callback(store.close)
     return store
 
@@ -315,10 +344,11 @@ def next_goal(
     ledger: Ledger, goal: Place, epochs: int | None, steps: int | None
 ) -> tuple[int | None, int | None, Place | None]:
     """Where training so much more ends: (epoch, step, place); the place of a stream is not known beforehand."""
-    amount, name = (epochs, "epochs") if steps is None else (steps, "steps")
-    if (epochs is None) == (steps is None) or not isinstance(amount, int) or amount < 0:
+    amount = epochs if steps is None else steps
+    if (epochs is None) == (steps is None) or not isinstance(amount, int) or isinstance(amount, bool) or amount < 0:
+        given = [f"{name}={value!r}" for name, value in (("epochs", epochs), ("steps", steps)) if value is not None]
         raise UserError(
-            f"fit({name}={amount!r}) does not say how long to train.",
+            f"fit({', '.join(given)}) does not say how long to train.",
             why="exactly one of epochs= and steps= must be given, a whole number of 0 or more",
             hint="use `trainer.fit(epochs=3)` or `trainer.fit(steps=1000)`",
         )

@@ -1,6 +1,5 @@
 """Copies that do not share memory: each worker keeps all parameters, and gradients travel as messages."""
 
-import math
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from shoal.train.gradients import Gradients
 from shoal.train.replica import Replica
 from shoal.train.summing import StepSum, square_of
 from shoal.train.sync.sync import Outcome, Row
-from shoal.train.sync.table import StepTable, check_norm
+from shoal.train.sync.table import StepTable, checked_norm, not_finite
 
 BUCKET_ELEMENTS = 2**20
 """Gradients are sent in buckets of this size: large enough to fill a link, small enough to start early."""
@@ -95,7 +94,7 @@ class MessageSync:
             sent.wait()
         totals = self._table.read(self._num_shards)
         self.replica.gradient.mul_(1.0 / totals.weight)
-        norm = check_norm(self._norm())
+        norm = checked_norm(self._squares(), self._find_not_finite)
         if self._max_norm is not None and norm > self._max_norm:
             self.replica.gradient.mul_(self._max_norm / norm)
         self.replica.update()
@@ -107,9 +106,12 @@ class MessageSync:
             waited_for=None,
         )
 
-    def _norm(self) -> float:
+    def _squares(self) -> list[float]:
         """Chunk by chunk, as the workers that share memory do, so that the result is the same to the last bit."""
-        return math.sqrt(math.fsum(torch.stack([square_of(chunk) for chunk in self.replica.gradients]).tolist()))
+        return list(torch.stack([square_of(chunk) for chunk in self.replica.gradients]).tolist())
+
+    def _find_not_finite(self, index: int) -> list[str]:
+        return not_finite(self.replica.flat.layout, index, self.replica.gradients[index])
 
     def _gather(self) -> None:
         """Collect every worker's subtree sums and add them up along the tree, a bucket at a time."""

@@ -1,6 +1,5 @@
 """Copies that live on one host: parameters exist once, and every worker sums and updates its own slice of them."""
 
-import math
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from shoal.train.gradients import Gradients
 from shoal.train.replica import Replica
 from shoal.train.summing import StepSum, square_of
 from shoal.train.sync.sync import Outcome, Row
-from shoal.train.sync.table import StepTable, check_norm
+from shoal.train.sync.table import StepTable, checked_norm, not_finite
 
 READY, POSTED, SUMMED, UPDATED = range(4)
 """Signals of a step: gradients filled up to a chunk, rows posted, slice summed, slice updated."""
@@ -69,7 +68,7 @@ class SharedMemorySync:
         dtype = self.replica.flat.dtype
         num_slots = tree.most_nodes(num_shards) if self._exact else 1
         shared = self._group.share(self._total * dtype.itemsize * num_slots)
-        slots = [buffer.view(dtype).split(self._total) for buffer in shared.all]
+        self._slots = slots = [buffer.view(dtype).split(self._total) for buffer in shared.all]
         self._sources = {
             (rank, slot): [values[c.start : c.stop] for c in self.replica.owned]
             for rank, of_rank in enumerate(slots)
@@ -115,7 +114,7 @@ class SharedMemorySync:
         self._sum(1.0 / totals.weight)
         self._group.signal(SUMMED, self._turn)
         self._wait(SUMMED, self._turn)
-        norm = check_norm(math.sqrt(math.fsum(self._squares.tolist())))
+        norm = checked_norm(self._squares.tolist(), self._find_not_finite)
         if self._max_norm is not None and norm > self._max_norm:
             self.replica.gradient.mul_(self._max_norm / norm)
         self.replica.update()
@@ -149,6 +148,16 @@ class SharedMemorySync:
             self._addition.into(out, lambda source: self._sources[source][index], self._registers)  # noqa: B023
             out.mul_(scale)
             squares[index] = square_of(out)
+
+    def _find_not_finite(self, index: int) -> list[str]:
+        """Every rank adds up the bad chunk for itself, so that all say the same."""
+        layout = self.replica.flat.layout
+        chunk = layout.chunks[index]
+        out = self._slots[0][0].new_empty(chunk.stop - chunk.start)
+        self._addition.into(
+            out, lambda term: self._slots[term[0]][term[1]][chunk.start : chunk.stop], self._registers
+        )
+        return not_finite(layout, index, out)
 
     def barrier(self) -> None:
         self._group.barrier()

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from shoal.spec.errors import UserError
+from shoal.train.flat import FlatLayout, shorten
 from shoal.train.sync.sync import Row, Totals
 
 WEIGHT, LOSS, SAMPLES, BUFFERS = range(4)
@@ -31,9 +32,7 @@ class StepTable:
         table = self._rows(rows)
         table[mine.start : mine.stop] = 0
         for row in rows:
-            table[row.shard, :BUFFERS] = row.weight, row.loss, row.num_samples
-            if row.buffers is not None:
-                table[row.shard, BUFFERS:] = row.buffers.numpy()
+            _add(table[row.shard], row)
         table[self._num_shards + rank, 0] = seconds_per_sample
 
     def _rows(self, rows: Sequence[Row] = ()) -> np.ndarray:
@@ -62,6 +61,15 @@ class StepTable:
         return Totals(weight=weight, loss=loss / weight, buffers=buffers, seconds_per_sample=tuple(speeds.tolist()))
 
 
+def _add(line: np.ndarray, row: Row) -> None:
+    """Several pieces of one shard share its line: sums add up, buffers are the mean over its samples."""
+    is_first = line[SAMPLES] == 0
+    line[:BUFFERS] += row.weight, row.loss, row.num_samples
+    if row.buffers is not None:
+        share = 1.0 if is_first else row.num_samples / line[SAMPLES]
+        line[BUFFERS:] += share * (row.buffers.numpy() - line[BUFFERS:])
+
+
 def _mean(rows: np.ndarray, samples: np.ndarray) -> torch.Tensor:
     """The mean over samples, one row after the other: a library's matrix product may order its sums otherwise."""
     total = np.zeros(rows.shape[1])
@@ -70,15 +78,25 @@ def _mean(rows: np.ndarray, samples: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(total / samples.sum())
 
 
+class LossNotFinite(UserError):
+    """A loss that is no number, in `num_samples` samples from the beginning of `shard` on."""
+
+    value: float
+    shard: int
+    num_samples: int
+
+
 def check_finite(rows: np.ndarray) -> None:
     """Raise the same error on every rank where a loss is not a number."""
-    bad = np.flatnonzero(~np.isfinite(rows[:, LOSS]))
-    if bad.size:
-        raise UserError(
-            f"The loss is {rows[bad[0], LOSS]} in shard {bad[0]}.",
+    for shard in np.flatnonzero(~np.isfinite(rows[:, LOSS])):
+        error = LossNotFinite(
+            f"The loss is {rows[shard, LOSS]} in shard {shard}.",
             why="a step with it would destroy the parameters; it was not taken",
             hint="lower the learning rate, clip with `max_norm=1.0`, or look at the samples of that shard",
         )
+        error.value, error.shard = float(rows[shard, LOSS]), int(shard)
+        error.num_samples = int(rows[shard, SAMPLES])
+        raise error
     if math.fsum(rows[:, WEIGHT]) <= 0:
         raise UserError(
             "The weights of the whole batch add up to zero.",
@@ -87,12 +105,27 @@ def check_finite(rows: np.ndarray) -> None:
         )
 
 
-def check_norm(norm: float) -> float:
-    """Raise the same error on every rank where a gradient is not a number."""
-    if not math.isfinite(norm):
-        raise UserError(
-            f"The gradient's norm is {norm}, though the loss is a number.",
-            why="a step with it would destroy the parameters; it was not taken",
-            hint="lower the learning rate, or look for a square root, logarithm or division at 0 in the loss",
-        )
-    return norm
+def checked_norm(squares: Sequence[float], find_names: Callable[[int], Sequence[str]]) -> float:
+    """The gradient's norm from the sum of squares of each chunk; the same error on every rank if it is no number.
+
+    `find_names` is then asked which parameters of a chunk are to blame.
+    """
+    norm = math.sqrt(math.fsum(squares))
+    if math.isfinite(norm):
+        return norm
+    bad = next((index for index, square in enumerate(squares) if not math.isfinite(square)), 0)
+    raise UserError(
+        f"The gradient is {norm}, though the loss is a number: in {shorten(find_names(bad))}.",
+        why="a step with it would destroy the parameters; it was not taken",
+        hint="look for a square root, logarithm or division at 0 in the loss, or lower the learning rate",
+    )
+
+
+def not_finite(layout: FlatLayout, index: int, values: torch.Tensor) -> list[str]:
+    """The names of the parameters that have no number somewhere in `values`, which are those of one chunk."""
+    start, stop = layout.chunks[index].start, layout.chunks[index].stop
+    spans = [
+        (name, max(at, start) - start, min(at + size, stop) - start)
+        for name, at, size in zip(layout.names, layout.offsets, layout.sizes, strict=True)
+    ]
+    return [name for name, first, end in spans if first < end and not values[first:end].isfinite().all()]
