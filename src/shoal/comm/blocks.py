@@ -16,6 +16,8 @@ from shoal.comm.group import Op
 
 # A quarter of the 1 MiB second-level cache of a current server core: the terms and the sum fit with room to spare.
 BLOCK_BYTES = 256 << 10
+# What ranks show each other at once: large enough that meetings are few, small enough to stay in the shared cache.
+STAGE_BYTES = 1 << 20
 LINE_BYTES = 64
 
 Array = Any  # a numpy array, or a torch tensor for dtypes numpy does not have

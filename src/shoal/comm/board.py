@@ -6,6 +6,7 @@ Every word has one writer. A line of 64 bytes belongs to one rank and one channe
           1, 2  time of arrival (monotonic ns), for even and odd counter values
           3, 4  what the rank called there (`Call.code`), for even and odd
           5, 6  where its tensor lives, for even and odd
+          7     the core it last waited on
 
 Even and odd, because a fast peer may already announce the next value while we still read about this one; it cannot
 get two ahead of anyone who waits for it. What orders these accesses is in docs/communication.md.
@@ -24,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.comm import futex
+from shoal.comm.cores import current_core, is_any_idle, step_off
 from shoal.comm.group import lost, name_ranks
 from shoal.comm.memory import round_up
 
@@ -31,9 +33,10 @@ NUM_CHANNELS = 16
 COLLECTIVE, MAIL = NUM_CHANNELS, NUM_CHANNELS + 1
 MAX_NUMBERS = 64
 _LINE_WORDS = 8
-_STAMP, CALL, PLACE = 1, 3, 5
+_STAMP, CALL, PLACE, _CORE = 1, 3, 5, 7
 _SPINS, _YIELDS = 40, 20
 _NAP_SECONDS = 0.1
+_STEP_SECONDS = 0.005
 
 Numbers = npt.NDArray[np.float64] | npt.NDArray[np.int64]
 
@@ -80,6 +83,7 @@ class Board:
         self._mine = [self.line(channel, rank) for channel in range(NUM_CHANNELS + 2)]
         self._others = [[(p, self.line(channel, p)) for p in self._peers] for channel in range(NUM_CHANNELS + 2)]
         self._num_asleep, self._asleep_lock = 0, threading.Lock()
+        self._next_step = 0.0
         self._round = 0
         self._posted: Numbers | None = None
         self._spins = _SPINS if len(os.sched_getaffinity(0)) >= size else 1
@@ -146,12 +150,23 @@ class Board:
 
     def _spin(self, rank: int, at: int, value: int) -> None:
         words = self.words
-        for _ in range(_YIELDS):
+        for turn in range(_YIELDS):
             for _ in range(self._spins):
                 if words[at] >= value:
                     return
+            if turn == 0:
+                self._keep_apart()
             os.sched_yield()  # the one we wait for may be queued behind us on this very core
         self._sleep(rank, at, value)
+
+    def _keep_apart(self) -> None:
+        """Note our core; if a lower rank has noted the same one and another is idle, leave it to that rank."""
+        core = self.words[self._mine[COLLECTIVE] + _CORE] = current_core()
+        taken = [self.words[at + _CORE] for peer, at in self._others[COLLECTIVE] if peer < self.rank]
+        if core in taken and self._spins > 1 and monotonic() >= self._next_step:
+            self._next_step = monotonic() + _STEP_SECONDS
+            if is_any_idle():
+                step_off(taken)
 
     def _sleep(self, rank: int, at: int, value: int) -> None:
         words, address = self.words, self._address + 8 * at

@@ -9,7 +9,16 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from shoal.comm.blocks import BLOCK_BYTES, LINE_BYTES, Array, arithmetic_of, cut_blocks, cut_evenly, reduce_terms
+from shoal.comm.blocks import (
+    BLOCK_BYTES,
+    LINE_BYTES,
+    STAGE_BYTES,
+    Array,
+    arithmetic_of,
+    cut_blocks,
+    cut_evenly,
+    reduce_terms,
+)
 from shoal.comm.group import Call, Op
 from shoal.comm.meeting import Meeting
 
@@ -75,13 +84,17 @@ def _plan_whole(meeting: Meeting, flat: torch.Tensor, op: Op) -> Plan:
     combine, copy, scratch = arithmetic.combine[op], arithmetic.copy, meeting.scratch(flat.dtype)
     steps = []
     for block in _blocks(flat):
-        slots = [[slot[: len(block)] for slot in half] for half in meeting.slots(flat.dtype)]
+        slots = []
+        for half in meeting.slots(flat.dtype):
+            cut = [slot[: len(block)] for slot in half]
+            # Our own term is read where it is: the lines of the result must be loaded anyway.
+            slots.append((cut[rank], [*cut[:rank], block, *cut[rank + 1 :]]))
         steps.append((block, slots, scratch[: len(block)]))
 
     def run() -> None:
         for block, slots, total in steps:
-            terms = slots[(meeting.turn + 1) & 1]
-            copy(terms[rank], block)
+            shown, terms = slots[(meeting.turn + 1) & 1]
+            copy(shown, block)
             meeting.arrive()
             reduce_terms(terms, block, total, combine)
 
@@ -140,7 +153,7 @@ def reduce_scatter(meeting: Meeting, out: torch.Tensor, whole: torch.Tensor, op:
             reduce_terms([view[part] for view in views], target[part], scratch[: part.stop - part.start], combine)
         meeting.arrive()
         return
-    piece = BLOCK_BYTES // meeting.size // LINE_BYTES * LINE_BYTES // out.element_size()
+    piece = STAGE_BYTES // meeting.size // LINE_BYTES * LINE_BYTES // out.element_size()
     for part in cut_blocks(slice(0, numel), piece):
         slots, length = meeting.slots(out.dtype)[(meeting.turn + 1) & 1], part.stop - part.start
         for rank in range(meeting.size):
@@ -156,7 +169,7 @@ def all_gather(meeting: Meeting, out: torch.Tensor, flat: torch.Tensor) -> None:
     meeting.agree(Call("all_gather", flat.numel(), flat.dtype).code)
     arithmetic = arithmetic_of(flat.dtype)
     source, rows = arithmetic.view(flat), arithmetic.view(out).reshape(meeting.size, flat.numel())
-    for part in cut_blocks(slice(0, flat.numel()), BLOCK_BYTES // flat.element_size()):
+    for part in cut_blocks(slice(0, flat.numel()), STAGE_BYTES // flat.element_size()):
         slots, length = meeting.slots(flat.dtype)[(meeting.turn + 1) & 1], part.stop - part.start
         arithmetic.copy(slots[meeting.rank][:length], source[part])
         meeting.arrive()
@@ -179,4 +192,4 @@ def broadcast(meeting: Meeting, flat: torch.Tensor, root: int) -> None:
 
 def _blocks(flat: torch.Tensor) -> list[Array]:
     view = arithmetic_of(flat.dtype).view(flat)
-    return [view[part] for part in cut_blocks(slice(0, len(view)), BLOCK_BYTES // flat.element_size())]
+    return [view[part] for part in cut_blocks(slice(0, len(view)), STAGE_BYTES // flat.element_size())]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.comm.blocks import BLOCK_BYTES, Array, arithmetic_of
+from shoal.comm.blocks import STAGE_BYTES, Array, arithmetic_of
 from shoal.comm.board import CALL, COLLECTIVE, PLACE, Board
 from shoal.comm.group import Call, disagreement
 from shoal.comm.memory import map_memory, reserve
@@ -36,8 +36,8 @@ class Meeting:
         self._line = board.line(COLLECTIVE, self.rank)
         self._peer_lines = [(peer, board.line(COLLECTIVE, peer)) for peer in range(self.size) if peer != self.rank]
         self._shared: list[Shared] = []
-        self._stage = self.share(2 * BLOCK_BYTES)
-        self._scratch = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        self._stage = self.share(2 * STAGE_BYTES)
+        self._scratch = torch.empty(STAGE_BYTES, dtype=torch.uint8)
         self._slots: dict[torch.dtype, list[list[Array]]] = {}
         self._small_slots: dict[tuple[torch.dtype, int], tuple[list[list[Array]], Array]] = {}
 
@@ -104,10 +104,10 @@ class Meeting:
         return 0, []
 
     def slots(self, dtype: torch.dtype) -> list[list[Array]]:
-        """The stage as arrays: of even and odd turns, of every rank, BLOCK_BYTES each."""
+        """The stage as arrays: of even and odd turns, of every rank, STAGE_BYTES each."""
         if dtype not in self._slots:
             view = arithmetic_of(dtype).view
-            halves = [[t[h * BLOCK_BYTES : (h + 1) * BLOCK_BYTES] for t in self._stage.all] for h in (0, 1)]
+            halves = [[t[h * STAGE_BYTES : (h + 1) * STAGE_BYTES] for t in self._stage.all] for h in (0, 1)]
             self._slots[dtype] = [[view(tensor.view(dtype)) for tensor in half] for half in halves]
         return self._slots[dtype]
 
