@@ -9,7 +9,7 @@ from shoal.comm.group import Op
 from shoal.comm.shm import ShmGroup
 from shoal.spec.errors import MemberLost, UserError
 
-NUMEL = 200_003
+NUMEL = 600_003  # more than one slot of the stage, and no multiple of anything
 
 
 def values(rank: int, numel: int = NUMEL) -> torch.Tensor:
