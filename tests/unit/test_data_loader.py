@@ -1,5 +1,6 @@
 """Loading in a thread, or between two steps: order, depth, errors, random numbers, and a clean end."""
 
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -135,7 +136,7 @@ def test_errors_surface_with_the_step_they_belong_to() -> None:
         for _ in range(2):
             with pytest.raises(UserError, match=f"Reading sample {bad} of the dataset failed") as caught:
                 next(loader)
-            assert caught.value.where.startswith(f"{__file__}:")
+            assert caught.value.where.startswith(f"{os.path.relpath(__file__)}:")
     assert not loader_threads()
 
 

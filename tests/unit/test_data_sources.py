@@ -1,5 +1,6 @@
 """What may be called a dataset, what a batch of it looks like, and what is said about one that is none."""
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,17 +186,17 @@ class Uneven(Squares):
     ("dataset", "message"),
     [
         (torch.empty(0, 3), r"empty: the tensor has shape \(0, 3\)"),
-        ((torch.zeros(3), torch.zeros(4)), "different lengths: 0 has 3 samples, 1 has 4"),
-        ({"x": torch.zeros(3), "y": torch.zeros(4)}, "different lengths: 'x' has 3 samples, 'y' has 4"),
+        ((torch.zeros(3), torch.zeros(4)), "different lengths: tensor 0 has 3 samples, tensor 1 has 4"),
+        ({"x": torch.zeros(3), "y": torch.zeros(4)}, "different lengths: column 'x' has 3 samples, column 'y' has 4"),
         (torch.tensor(1.0), "single number"),
         (np.array(["a", "b"]), "has type <U1, which no tensor can hold"),
         (np.arange(4, dtype=">i4"), "has type >i4"),
         (Squares(0), r"\(Squares\) is empty"),
         ([], r"\(list\) is empty"),
-        ({}, "A dict cannot be used"),
-        (42, "A int cannot be used"),
-        (None, "A NoneType cannot be used"),
-        ({1, 2}, "A set cannot be used"),
+        ({}, "is of type dict, which cannot be used"),
+        (42, "is of type int, which cannot be used"),
+        (None, "is of type NoneType, which cannot be used"),
+        ({1, 2}, "is of type set, which cannot be used"),
         (DataLoader(Squares()), "is a DataLoader"),
         ((number for number in range(3)), "a generator, which can be walked only once"),
         (iter([1, 2]), "walked only once"),
@@ -216,7 +217,7 @@ def test_what_is_said_about_a_dataset_that_does_not_work(dataset: Any, message: 
 def test_a_failure_in_the_users_code_names_its_line() -> None:
     error = error_of(Broken())
     line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "[sample + 40]" in text)
-    assert error.where == f"{__file__}:{line}"
+    assert error.where == f"{os.path.relpath(__file__)}:{line}"
     assert error.why == "IndexError: list index out of range"
     assert "IndexError" in error.remote_traceback
 
@@ -227,7 +228,7 @@ def test_a_failure_in_a_collate_function_names_its_line() -> None:
 
     error = error_of(Squares(), collate=collate)
     assert error.message == "Samples 0 to 3 could not be collated into a batch."
-    assert error.where.startswith(f"{__file__}:")
+    assert error.where.startswith(f"{os.path.relpath(__file__)}:")
 
 
 def test_a_dataset_without_a_length_is_told_how_to_be_a_stream() -> None:

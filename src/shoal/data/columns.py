@@ -100,10 +100,10 @@ def column_source(data: Any) -> ColumnSource:
     if isinstance(data, Mapping):
         names = list(data)
         columns = [array_column(value, f"column {name!r}") for name, value in data.items()]
-        _check_lengths(dict(zip(map(repr, names), columns, strict=True)))
+        _check_lengths({f"column {name!r}": column for name, column in zip(names, columns, strict=True)})
         return ColumnSource(columns, lambda rows: dict(zip(names, rows, strict=True)))
     columns = [array_column(value, f"tensor {number}") for number, value in enumerate(data)]
-    _check_lengths({str(number): column for number, column in enumerate(columns)})
+    _check_lengths({f"tensor {number}": column for number, column in enumerate(columns)})
     return ColumnSource(columns, tuple)
 
 
@@ -113,9 +113,17 @@ def is_array(value: Any) -> bool:
 
 def array_column(value: Any, name: str) -> Column:
     if value.ndim == 0:
-        raise UserError(f"As a dataset, {name} has no first dimension to count samples by: it is a single number.")
+        raise UserError(
+            f"As a dataset, {name} is a single number.",
+            why="the first dimension counts the samples, and it has none",
+            hint="pass a tensor or an array with one row a sample",
+        )
     if len(value) == 0:
-        raise UserError(f"The dataset is empty: {name} has shape {tuple(value.shape)}.")
+        raise UserError(
+            f"The dataset is empty: {name} has shape {tuple(value.shape)}.",
+            why="the first dimension counts the samples, and there are none",
+            hint="check the path or the filter that produced it",
+        )
     if isinstance(value, np.ndarray):
         return NumberColumn([np.asarray(value)], _dtype_of(value, name))
     value = value.detach()
@@ -155,7 +163,11 @@ def _dtype_of(array: Array, name: str) -> torch.dtype:
 
 def _check_lengths(columns: Mapping[str, Column]) -> None:
     if not columns:
-        raise UserError("The dataset is empty: it has no tensors.")
+        raise UserError(
+            "The dataset is empty: it has no tensors.",
+            why="without a sample there is nothing to train on",
+            hint="pass at least one tensor",
+        )
     (first, column), *others = columns.items()
     for name, other in others:
         if len(other) != len(column):

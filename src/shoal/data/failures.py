@@ -1,27 +1,11 @@
 """Failures of the user's data code, told in the user's terms: which sample, which line, which shapes."""
 
-import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from shoal.spec.errors import UserError
-
-_OURS = str(Path(__file__).resolve().parent.parent)
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {_OURS})
-
-
-def user_place(error: BaseException) -> str:
-    """The innermost `file:line` of a traceback that is neither shoal's nor a library's; empty where there is none."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not _is_library(frame.filename)]
-    return "".join(f"{frame.filename}:{frame.lineno}" for frame in theirs[-1:])
-
-
-def _is_library(file: str) -> bool:
-    parts = Path(file).parts
-    return file.startswith((*_LIBRARIES, "<")) or "site-packages" in parts or "dist-packages" in parts
+from shoal.spec.where import users_place_of
 
 
 def blame(error: Exception, message: str, *, why: str = "", hint: str = "") -> UserError:
@@ -30,7 +14,7 @@ def blame(error: Exception, message: str, *, why: str = "", hint: str = "") -> U
         message,
         why=why or f"{type(error).__name__}: {error}",
         hint=hint,
-        where=user_place(error),
+        where=users_place_of(error),
         remote_traceback="".join(traceback.format_exception(error)),
     )
 
@@ -39,7 +23,11 @@ def collate_failed(error: Exception, samples: Sequence[Any], ids: Sequence[int])
     """Explain why samples could not be put together, by the first two that differ where there are such."""
     difference = _first_difference(samples)
     if difference is None:
-        return blame(error, f"Samples {ids[0]} to {ids[-1]} could not be collated into a batch.")
+        return blame(
+            error,
+            f"Samples {ids[0]} to {ids[-1]} could not be collated into a batch.",
+            hint="return tensors, arrays or numbers from the dataset, or a function for the rest: `collate=`",
+        )
     number, part, here, there = difference
     return blame(
         error,

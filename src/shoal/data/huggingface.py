@@ -33,7 +33,8 @@ class HuggingFaceSource:
         try:
             rows = self._dataset[ids.tolist()]
         except Exception as error:
-            raise blame(error, f"Reading samples {ids[0]} to {ids[-1]} of the dataset failed.") from error
+            hint = f"try `dataset[{ids[:3].tolist()}]` by itself"
+            raise blame(error, f"Reading samples {ids[0]} to {ids[-1]} of the dataset failed.", hint=hint) from error
         if not self._is_plain:
             return dict(rows)
         everything = np.arange(len(ids))
@@ -47,7 +48,11 @@ class HuggingFaceSource:
 def huggingface_source(dataset: Any, collate: Collate | None) -> HuggingFaceSource | MapSource:
     """One that has a format or a transform of its own is read sample by sample, as it asks to be."""
     if len(dataset) == 0:
-        raise UserError("The dataset is empty.", hint="check the split or the filter that produced it")
+        raise UserError(
+            "The dataset is empty.",
+            why="without a sample there is nothing to train on",
+            hint="check the split or the filter that produced it",
+        )
     if dataset.format["type"] is not None:
         return MapSource(dataset, collate)
     return MapSource(dataset.with_format("torch"), collate) if collate else HuggingFaceSource(dataset)
@@ -64,6 +69,7 @@ def check_split(dataset: Any) -> None:
         splits = ", ".join(map(repr, dataset))
         raise UserError(
             f"The dataset is a {type(dataset).__name__} of several splits: {splits}.",
+            why="a run trains on one of them",
             hint="choose one of them, such as `dataset['train']`",
         )
 

@@ -100,17 +100,27 @@ class Ledger:
 def check_batch_size(num_samples: int, batch_size: int) -> None:
     """Refuse a global batch that is not a positive integer or that the dataset cannot fill once."""
     if num_samples < 1:
-        raise UserError("The dataset is empty.", hint="check the path or the filter that produced it")
+        raise UserError(
+            "The dataset is empty.",
+            why="without a sample there is nothing to train on",
+            hint="check the path or the filter that produced it",
+        )
     if num_samples > MAX_SAMPLES:
-        raise UserError(f"The dataset says it has {num_samples} samples; at most 2**62 can be ordered.")
+        raise UserError(
+            f"The dataset says it has {num_samples} samples.",
+            why="at most 2**62 can be ordered",
+            hint="correct its `__len__`",
+        )
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise UserError(
-            f"batch_size={batch_size!r} is not a positive integer.", hint="it is the global batch of a step"
+            f"batch_size={batch_size!r} is not a positive integer.",
+            why="it is how many samples a step has, over all workers",
+            hint="for example: batch_size=32",
         )
     if batch_size > num_samples:
         raise UserError(
             f"The dataset has {num_samples} samples, fewer than one batch of {batch_size}.",
-            why="batch_size is the global batch, summed over all workers",
+            why="batch_size counts the samples of a step over all workers together",
             hint=f"use batch_size={num_samples} or less, or a larger dataset",
         )
 

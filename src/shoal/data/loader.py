@@ -42,7 +42,11 @@ class Loader:
         stop_epoch: int | None = None,
     ) -> None:
         if depth < 1 or (num_processes or 0) < 0:
-            raise UserError(f"A loader cannot have depth {depth} and {num_processes} processes.")
+            raise UserError(
+                f"A loader cannot have depth {depth} and {num_processes} processes.",
+                why="it loads at least one step ahead, in zero or more processes",
+                hint="use depth=2 and num_processes=0",
+            )
         draws = source.draws
         if num_processes is None:
             num_processes = 1 if draws else 0

@@ -81,7 +81,9 @@ def _read_one(dataset: Any, number: int) -> Any:
     except UserError:
         raise
     except Exception as error:
-        raise blame(error, f"Reading sample {number} of the dataset failed.") from error
+        raise blame(
+            error, f"Reading sample {number} of the dataset failed.", hint=f"try `dataset[{number}]` by itself"
+        ) from error
 
 
 def _read_together(dataset: Any, numbers: list[int]) -> list[Any]:
@@ -90,7 +92,11 @@ def _read_together(dataset: Any, numbers: list[int]) -> list[Any]:
     except UserError:
         raise
     except Exception as error:
-        raise blame(error, f"Reading samples {numbers[0]} to {numbers[-1]} of the dataset failed.") from error
+        raise blame(
+            error,
+            f"Reading samples {numbers[0]} to {numbers[-1]} of the dataset failed.",
+            hint=f"try `dataset.__getitems__({numbers[:3]})` by itself",
+        ) from error
 
 
 def _length(dataset: Any) -> int:
@@ -104,5 +110,9 @@ def _length(dataset: Any) -> int:
             hint="define `__len__`, or make it a torch IterableDataset to train on it as a stream",
         ) from error
     if length < 1:
-        raise UserError(f"The dataset ({name}) is empty.", hint="check the path or the filter that produced it")
+        raise UserError(
+            f"The dataset ({name}) is empty.",
+            why="without a sample there is nothing to train on",
+            hint="check the path or the filter that produced it",
+        )
     return length

@@ -71,7 +71,10 @@ def _as_user_source(dataset: Any, collate: Collate | None) -> Source:
     elif hasattr(dataset, "__iter__") and not isinstance(dataset, (Mapping, set, frozenset)):
         return StreamSource(dataset, collate)
     raise UserError(
-        f"A {type(dataset).__name__} cannot be used as a dataset.",
+        f"The dataset is of type {type(dataset).__name__}, which cannot be used as one.",
+        why="a dict needs one tensor or array for each name"
+        if isinstance(dataset, Mapping)
+        else "it has neither samples that can be counted nor a stream of them",
         hint="pass tensors, numpy arrays, a torch or Hugging Face dataset, an iterable, or paths of .parquet, "
         ".arrow, .feather or .csv files",
     )

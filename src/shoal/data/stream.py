@@ -18,6 +18,7 @@ from shoal.data.randomness import preserved_generators, read_generators, seed_ge
 from shoal.data.samples import Collate, collated
 from shoal.spec.errors import UserError
 
+_HINT = "walk it by itself: `for sample in dataset: pass`"
 _ENDLESS = Ledger(num_samples=None, batch_size=1)
 
 
@@ -42,6 +43,24 @@ class StreamSource:
                 why="every epoch, and every resumed run, starts the stream anew",
                 hint="pass an object whose `__iter__` starts from the beginning, such as a torch IterableDataset",
             )
+
+    def first(self, count: int) -> Any:
+        """A batch of the first samples, before anything is trained; generators are as before afterwards."""
+        with preserved_generators():
+            try:
+                samples = list(islice(self.open(0), count))
+            except Exception as error:
+                raise blame(error, f"The stream ({self.name}) failed at its start.", hint=_HINT) from error
+            if not samples:
+                raise self.empty(0)
+            return collated(self.collate, samples, range(len(samples)))
+
+    def empty(self, epoch: int) -> UserError:
+        return UserError(
+            f"The stream ({self.name}) gave no sample in epoch {epoch}.",
+            why="it is empty" if epoch == 0 else "it gave samples before, so it may not start anew",
+            hint="its `__iter__` must start from the beginning each time it is called",
+        )
 
     def open(self, epoch: int) -> Iterator[Any]:
         """The stream of an epoch from its first sample."""
@@ -122,7 +141,7 @@ class StreamReader:
                 raise
             except Exception as error:
                 where = f"epoch {self._here.epoch}, after sample {self._here.offset}"
-                raise blame(error, f"The stream ({self._source.name}) failed in {where}.") from error
+                raise blame(error, f"The stream ({self._source.name}) failed in {where}.", hint=_HINT) from error
             self._generators = read_generators()
         return samples
 
@@ -137,11 +156,7 @@ class StreamReader:
 
     def _check_not_empty(self, length: int) -> None:
         if length == 0:
-            raise UserError(
-                f"The stream ({self._source.name}) gave no sample in epoch {self._here.epoch}.",
-                why="it is empty" if self._here.epoch == 0 else "it gave samples before, so it may not start anew",
-                hint="its `__iter__` must start from the beginning each time it is called",
-            )
+            raise self._source.empty(self._here.epoch)
 
     def _collate(self, plan: StepPlan, samples: list[Any]) -> tuple[Any, ...]:
         """This worker's pieces. Its random numbers must not disturb those of the stream, which all workers share."""

@@ -42,13 +42,21 @@ def file_source(paths: Sequence[str | os.PathLike[str]]) -> ColumnSource:
     tables = [_read(file) for file in files]
     names = _common_columns(files, tables)
     if sum(len(table) for table in tables) == 0:
-        raise UserError(f"The dataset is empty: there is no row in {', '.join(files)}.")
+        raise _empty(", ".join(files))
 
     def place(number: int, row: int) -> str:
         return f"{files[number]}, row {row + 1}"
 
     columns = [table_column(name, [table[name] for table in tables], place) for name in names]
     return ColumnSource(columns, lambda values: dict(zip(names, values, strict=True)))
+
+
+def _empty(files: str) -> UserError:
+    return UserError(
+        f"The dataset is empty: there is no row in {files}.",
+        why="without a sample there is nothing to train on",
+        hint="check what wrote it",
+    )
 
 
 def table_column(name: str, parts: Sequence[Any], place: Callable[[int, int], str]) -> Column:
@@ -116,13 +124,18 @@ def _common_columns(files: Sequence[str], tables: Sequence[Any]) -> list[str]:
     names = list(tables[0].column_names)
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"Two columns of {files[0]} are called {twice!r}.", hint="rename one of them")
+        raise UserError(
+            f"Two columns of {files[0]} are called {twice!r}.",
+            why="a batch is a dict of columns by name",
+            hint="rename one of them",
+        )
     for file, table in zip(files, tables, strict=True):
         if set(table.column_names) != set(names):
             odd = sorted(set(names) ^ set(table.column_names))
             raise UserError(
                 f"{files[0]} and {file} have different columns: only one of them has {', '.join(map(repr, odd))}.",
-                hint="files that are read as one dataset need the same columns",
+                why="files that are read as one dataset need the same columns",
+                hint="read them as two datasets, or write them alike",
             )
     return names
 
@@ -132,29 +145,47 @@ def _find(path: str) -> list[str]:
     if os.path.isfile(path):
         return [path]
     if os.path.isdir(path):
-        raise UserError(f"{path} is a folder, not a file.", hint=f"name its files: '{path.rstrip('/')}/*.parquet'")
+        raise UserError(
+            f"{path} is a folder, not a file.",
+            why="it does not say which of its files are the data",
+            hint=f"name its files: '{path.rstrip('/')}/*.parquet'",
+        )
     found = sorted(file for file in glob.glob(path, recursive=True) if os.path.isfile(file))
     if not found:
         kind = "No file matches" if glob.has_magic(path) else "There is no file"
-        raise UserError(f"{kind} {path}", why=f"looked in {os.path.abspath(os.path.dirname(path) or '.')}")
+        raise UserError(
+            f"{kind} {path}",
+            why=f"looked in {os.path.abspath(os.path.dirname(path) or '.')}",
+            hint="check the path and the folder you are in",
+        )
     return found
 
 
 def _read(file: str) -> Any:
     suffix = Path(file).suffix.lower()
     if suffix not in READERS:
-        raise UserError(f"{file} is of a kind that cannot be read.", hint=f"use one of {', '.join(READERS)}")
+        raise UserError(
+            f"{file} is of a kind that cannot be read.",
+            why="the end of its name says what a file is",
+            hint=f"use one of {', '.join(READERS)}",
+        )
     try:
         import pyarrow as pa
     except ImportError:
         raise UserError(
-            f"Reading {file} needs pyarrow, which is not installed.", hint="run `pip install 'shoal[features]'`"
+            f"Reading {file} needs pyarrow, which is not installed.",
+            why="files of tables are an extra of shoal",
+            hint="run `pip install 'shoal[features]'`",
         ) from None
     try:
         table = READERS[suffix](file)
         table.validate()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} cannot be read.", why=str(error).splitlines()[0]) from error
+        raise UserError(
+            f"{file} cannot be read.",
+            why=str(error).splitlines()[0],
+            hint=f"check that it is a whole {suffix} file, or write it anew",
+        ) from error
     return table
 
 
@@ -184,7 +215,7 @@ def _read_csv(file: str) -> Any:
     with open(file, newline="") as opened:
         first = next(csv.reader(opened), [])
     if not first:
-        raise UserError(f"The dataset is empty: there is no row in {file}.")
+        raise _empty(file)
     has_names = not any(_is_number(value) for value in first)
     options = arrow_csv.ReadOptions(autogenerate_column_names=not has_names)
     table = arrow_csv.read_csv(file, read_options=options).combine_chunks()
@@ -214,6 +245,7 @@ def _check_text_is_text(file: str, name: str, column: Any) -> None:
         return
     raise UserError(
         f"{file}: column {name!r} holds numbers, but row {odd + 1} has {column[odd].as_py()!r}.",
+        why="a column is read as text if one of its values is",
         hint="correct the value or drop the row before training",
     )
 

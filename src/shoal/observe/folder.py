@@ -73,11 +73,12 @@ def create(home: str, script: str, facts: Mapping[str, Any], now: float, random:
     )
 
 
-def claim(path: str, facts: Mapping[str, Any], now: float) -> RunFolder:
+def claim(path: str, facts: Mapping[str, Any], now: float, *, is_new: bool = False) -> RunFolder:
     """Hold the folder at `path` for one run, making it where needed, and write run.json with status `running`.
 
     `facts` are plain JSON values (command, job, versions, ...); name, host, pid and created are filled in. Raises
-    UserError where another live run holds the folder, or the disk refuses.
+    UserError where another live run holds the folder, where `is_new` and an earlier run left checkpoints in it, or
+    where the disk refuses.
     """
     path = os.path.abspath(path)
     try:
@@ -87,6 +88,8 @@ def claim(path: str, facts: Mapping[str, Any], now: float) -> RunFolder:
         raise explain_disk(error, path) from error
     try:
         _lock(lock_fd, path)
+        if is_new and holds_checkpoints(path):
+            raise _holds_another(path)
         own = {
             "name": os.path.basename(path),
             "status": "running",
@@ -116,6 +119,23 @@ def _lock(lock_fd: int, path: str) -> None:
     raise _held_by_another(path)
 
 
+def holds_checkpoints(path: str) -> bool:
+    """Whether a run that was kept in a folder saved anything; one that failed before that is no loss."""
+    with os.scandir(path) as found:
+        folders = [item.path for item in found if item.name.startswith("checkpoints") and item.is_dir()]
+    return any(name.startswith("step-") for folder in folders for name in os.listdir(folder))
+
+
+def _holds_another(path: str) -> UserError:
+    # The lock was free, so a run that says it is running was killed.
+    status = {"running": "was killed", None: "ended"}.get(read_facts(path).get("status"), "is over")
+    return UserError(
+        f"Run folder {clean(path)} already holds the checkpoints of a run, which {status}.",
+        why="they would be mixed with those of this run, and removed in time",
+        hint="go on with that run (`resume=True` in a script, `shoal run --resume`), or name another folder",
+    )
+
+
 def _held_by_another(path: str) -> UserError:
     holder = read_facts(path)
     who = f"process {holder['pid']}" if "pid" in holder else "another process"
@@ -134,22 +154,23 @@ def _held_by_another(path: str) -> UserError:
 
 def explain_disk(error: OSError, path: str) -> UserError:
     """A failing file operation as an error that says what to do about it."""
+    other = "`--log-dir`, SHOAL_HOME, or `run_dir=` in a script"
     hints = {
-        errno.EACCES: "choose a folder you may write to with `--log-dir` or SHOAL_HOME",
-        errno.EPERM: "choose a folder you may write to with `--log-dir` or SHOAL_HOME",
-        errno.EROFS: "the disk is read-only: choose another folder with `--log-dir` or SHOAL_HOME",
-        errno.ENOSPC: "free some space, or choose a folder on another disk with `--log-dir` or SHOAL_HOME",
-        errno.EDQUOT: "your quota is used up: free some space or choose another folder with `--log-dir`",
-        errno.ENOTDIR: "a part of this path is a file: choose another folder with `--log-dir`",
-        errno.EEXIST: "a file is in the way: choose another folder with `--log-dir`",
-        errno.ENAMETOOLONG: "choose a shorter name with `--log-dir`",
-        errno.ENOLCK: "this file system cannot lock files: choose a local folder with `--log-dir`",
-        errno.EOPNOTSUPP: "this file system cannot lock files: choose a local folder with `--log-dir`",
+        errno.EACCES: f"choose a folder you may write to with {other}",
+        errno.EPERM: f"choose a folder you may write to with {other}",
+        errno.EROFS: f"the disk is read-only: choose another folder with {other}",
+        errno.ENOSPC: f"free some space, or choose a folder on another disk with {other}",
+        errno.EDQUOT: f"your quota is used up: free some space or choose another folder with {other}",
+        errno.ENOTDIR: f"a part of this path is a file: choose another folder with {other}",
+        errno.EEXIST: f"a file is in the way: choose another folder with {other}",
+        errno.ENAMETOOLONG: f"choose a shorter name with {other}",
+        errno.ENOLCK: f"this file system cannot lock files: choose a local folder with {other}",
+        errno.EOPNOTSUPP: f"this file system cannot lock files: choose a local folder with {other}",
     }
     return UserError(
         f"Cannot use {clean(path)} as a run folder.",
         why=f"{error.strerror or error} ({clean(str(error.filename or path))})",
-        hint=hints.get(error.errno or 0, "choose another folder with `--log-dir`"),
+        hint=hints.get(error.errno or 0, f"choose another folder with {other}"),
     )
 
 

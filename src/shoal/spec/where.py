@@ -23,10 +23,14 @@ def place_of(error: BaseException) -> str:
     """`file:line` of the innermost frame in the user's own code, or of the innermost at all; paths from here."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_shorten(error.filename)}:{error.lineno}"
-    place = ("", 0)
-    for frame in _frames(error.__traceback__):
-        place = frame if is_users(frame[0]) or not is_users(place[0]) else place
-    return f"{_shorten(place[0])}:{place[1]}" if place[0] else ""
+    frames = list(_frames(error.__traceback__))
+    return users_place_of(error) or (f"{_shorten(frames[-1][0])}:{frames[-1][1]}" if frames else "")
+
+
+def users_place_of(error: BaseException) -> str:
+    """`file:line` of the innermost frame in the user's own code; empty where there is none."""
+    theirs = [frame for frame in _frames(error.__traceback__) if is_users(frame[0])]
+    return f"{_shorten(theirs[-1][0])}:{theirs[-1][1]}" if theirs else ""
 
 
 def place_of_function(function: object) -> str:

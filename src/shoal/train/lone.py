@@ -17,10 +17,10 @@ from shoal.spec.where import format_error, place_of
 class LoneRun:
     """The run folder of this process. Its end is written down when the trainer is closed or the process ends."""
 
-    def __init__(self, run_dir: str | None) -> None:
+    def __init__(self, run_dir: str | None, is_resumed: bool = False) -> None:
         facts = {"command": [os.path.basename(sys.executable), *sys.argv], "num_workers": 1}
         if run_dir is not None:
-            self._folder = folder.claim(run_dir, facts, time.time())
+            self._folder = folder.claim(run_dir, facts, time.time(), is_new=not is_resumed)
         else:
             script = sys.argv[0] or "notebook"
             self._folder = folder.create(shoal_home(), script, facts, time.time(), random.Random())

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from shoal.comm.group import Group, Op
 from shoal.comm.rendezvous import open_store as open_meeting
 from shoal.comm.shm import ShmGroup
 from shoal.data.ledger import Ledger, Place, check_batch_size
-from shoal.data.randomness import preserved_generators
 from shoal.data.sources import Source, as_source
 from shoal.data.stream import StreamSource
 from shoal.engine.env import WorkerFacts, shoal_home
@@ -67,11 +65,12 @@ def open_run(
     if is_resumed and facts.run_dir is None and run_dir is None:
         raise UserError(
             "resume=True does not say which run to continue.",
+            why="without a launcher and without `run_dir=`, every start has a new run folder",
             hint="name its folder with `run_dir=`, or start with `shoal run --resume RUN`",
         )
     run_dir = facts.run_dir or run_dir
     if facts.run_dir is None and facts.rank == 0:
-        run_dir = opened.enter_context(LoneRun(run_dir)).path
+        run_dir = opened.enter_context(LoneRun(run_dir, is_resumed)).path
     recorder = Recorder(run_dir, facts.rank, facts.world_size, facts.control_fd, generation=facts.generation)
     opened.callback(recorder.close)
     return run_dir, recorder
@@ -182,8 +181,7 @@ def probe_model(
 
 def first_samples(source: Source, count: int) -> Any:
     if isinstance(source, StreamSource):
-        with preserved_generators():
-            return source.collate(list(islice(source.open(0), count)))
+        return source.first(count)
     return source.fetch(np.arange(min(count, source.num_samples)))
 
 
