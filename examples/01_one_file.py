@@ -2,7 +2,7 @@
 
     python examples/01_one_file.py                  one process
     shoal run -n 2 examples/01_one_file.py          two workers, the same file
-    shoal run -n auto examples/01_one_file.py       as many workers as this machine has cores
+    shoal run -n auto examples/01_one_file.py       as many workers as measure fastest on this machine
 
 Nothing below knows how many workers there are. `batch_size` is the batch of a whole step, over all of them.
 """
