@@ -1,6 +1,7 @@
 """A small GPT that learns to write like Python's own documentation: `shoal run -n 2 -m shoal.demo.text`."""
 
 import argparse
+import re
 
 import torch
 import torch.nn.functional as F
@@ -51,10 +52,11 @@ class GPT(nn.Module):
 
 
 def documentation() -> torch.Tensor:
-    """Python's help topics, which come with every Python, as rows of bytes."""
+    """Python's help topics, which come with every Python, as rows of bytes: its prose, without tables and rulers."""
     from pydoc_data.topics import topics
 
-    text = "\n".join(topics[name] for name in sorted(topics)).encode("ascii", "replace")
+    prose = re.findall(r"[A-Z][a-z ,;'()\-]{40,}[.:]", " ".join(" ".join(topics.values()).split()))
+    text = "\n".join(prose).encode("ascii", "replace")
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     return tokens[: tokens.numel() // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)
 
