@@ -21,7 +21,8 @@ def place_errors(rank: int, step: Callable[[], int | None] = lambda: None) -> It
     except ShoalError as error:
         error.at(rank=rank, step=step())
         if isinstance(error, MemberLost):
-            error.hint = "its own error is the cause: read what it printed last (`shoal logs RUN --rank N`)"
+            which = "".join(f" --rank {rank}" for rank in error.ranks)
+            error.hint = f"look at what it printed last: `shoal logs last{which}`"
         raise
 
 

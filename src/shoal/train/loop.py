@@ -24,6 +24,7 @@ from shoal.train.loss import Loss, as_sum, check_differentiable, move
 from shoal.train.measure import Measurement
 from shoal.train.parts import check_batch, check_parts
 from shoal.train.resume import read_progress, write_progress
+from shoal.train.saving import say
 from shoal.train.settings import make_settings
 from shoal.train.sync.sync import Outcome, Row
 from shoal.train.traits import ChangingBuffers, seed_of
@@ -284,6 +285,7 @@ class Trainer:
     def _resume(self) -> None:
         if self._store is None or not self._store.list():
             self._recorder.event("resumed", 0, path=None)
+            say(f"shoal: no checkpoint in {self.run_dir} yet; starting at step 0", self.rank)
             return
         loaded = self._store.load()
         setup.check_same_step(self._group, loaded.state.step)

@@ -34,22 +34,22 @@ class SaveReport:
             self._saved(step)
         if kind == "checkpoint_failed":
             self._failed(UserError(data["message"], why=data["why"], hint=data["hint"], rank=0, step=step))
-        if kind == "checkpoint_skipped" and self._recorder.rank == 0:
-            _say(f"shoal: skipped the checkpoint {data['path']}: {data['reason']}")
+        if kind == "checkpoint_skipped":
+            say(f"shoal: skipped the checkpoint {data['path']}: {data['reason']}", self._recorder.rank)
 
     def _saved(self, step: int | None) -> None:
         self._saved_step = step
         if self._failure is not None:
             self._failure = None
-            _say(f"shoal: the checkpoint of step {step} was saved")
+            say(f"shoal: the checkpoint of step {step} was saved")
 
     def _failed(self, error: UserError) -> None:
         is_known = self._failure is not None and self._failure.hint == error.hint
         self._failure = error
         if is_known:
-            _say(f"shoal: nor could the checkpoint of step {error.step} be saved")
+            say(f"shoal: nor could the checkpoint of step {error.step} be saved")
         else:
-            _say(error.render().replace("error:", "warning:", 1))
+            say(error.render().replace("error:", "warning:", 1))
 
     def __enter__(self) -> Self:
         return self
@@ -74,9 +74,11 @@ class SaveReport:
         facts = {name: getattr(error, name) for name in ("message", "why", "hint", "exit_code")}
         self._recorder.event("error", error.step, type=type(error).__name__, **facts)
         lone.note_failure()
-        _say(error.render())
+        say(error.render())
 
 
-def _say(text: str) -> None:
-    # In one write: prints of the training thread may come at the same moment.
-    sys.stderr.write(text + "\n")
+def say(text: str, rank: int = 0) -> None:
+    """Tell people something beside the output of the script; only rank 0 does."""
+    if rank == 0 and sys.stderr is not None:
+        # In one write: prints of the training thread may come at the same moment.
+        sys.stderr.write(text + "\n")
