@@ -72,21 +72,22 @@ def test_all_examples_are_run_here():
     assert list(EXAMPLES) == list(COMMANDS)
 
 
-@pytest.mark.parametrize(
-    ("name", "promise"),
-    [
-        ("01_one_file", r"loss after 3 epochs: 0\.0\d"),
-        ("02_own_loop", r"\[0-1\] good enough after \d+ epochs"),
-        ("03_weighted_loss", r"after 2 epochs: 0\.0\d+ per token"),
-        ("06_transfer", r"from nothing: [56]\d %.*\n(.*\n)*.*from the first run: [78]\d %"),
-        ("07_launch", r"hello from rank 2 of 3(.*\n)*.*\(0, '(\w+)'\), \(1, '\2'\)"),
-        ("08_plain_ddp", r"\[1\] rank 1, epoch 2: loss 0\.\d"),
-        ("09_everyday", r"averaged weights: +9\d\.\d % right"),
-        ("10_files", r"rent .*: 0\.1\d, 0\.[45]\d, 0\.[12]\d"),
-    ],
-)
-def test_an_example_says_what_it_promises(name, promise, finish):
-    assert re.search(promise, finish(name)), finish(name)
+PROMISES = {
+    "01_one_file": r"loss after 3 epochs: 0\.0\d",
+    "02_own_loop": r"\[0-1\] good enough after \d+ epochs",
+    "03_weighted_loss": r"after 2 epochs: 0\.0\d+ per token",
+    "06_transfer": r"from nothing: [56]\d %(.|\n)*from the first run: [78]\d %",
+    "07_launch": r"hello from rank 2 of 3(.|\n)*\(0, '(\w+)'\), \(1, '\2'\)",
+    "08_plain_ddp": r"\[1\] rank 1, epoch 2: loss 0\.\d",
+    "09_everyday": r"averaged weights: +9\d\.\d % right",
+    "10_files": r"rent .*: 0\.1\d, 0\.[45]\d, 0\.[12]\d",
+}
+"""What the output must match. Digests of 04 and 05 are compared below."""
+
+
+@pytest.mark.parametrize("name", PROMISES)
+def test_an_example_says_what_it_promises(name, finish):
+    assert re.search(PROMISES[name], finish(name)), finish(name)
 
 
 def test_one_process_and_two_workers_give_the_same_digest(finish):
