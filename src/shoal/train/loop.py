@@ -273,7 +273,10 @@ class Trainer:
 
     @in_run
     def save(self, *, wait: bool = False) -> None:
-        """Save a checkpoint of this moment, in the background unless `wait`. All workers call it; rank 0 writes."""
+        """Save a checkpoint of this moment, in the background unless `wait`. All workers call it; rank 0 writes.
+
+        With `wait` none of them returns before it is on disk, so that any may read it then.
+        """
         self._saved_step = self.place.step
         if self._store is not None and self.rank == 0:
             facts = write_progress(
@@ -281,6 +284,8 @@ class Trainer:
             )
             tensors = dict(self._sync.replica.tensors())
             self._store.save(State(step=self.place.step, tensors=tensors, facts=facts), wait=wait)
+        if wait:
+            self._sync.barrier()
 
     def _resume(self) -> None:
         if self._store is None or not self._store.list():
