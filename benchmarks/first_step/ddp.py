@@ -20,6 +20,7 @@ def main(folder: str) -> None:
     model(torch.randn(8, 16)).square().mean().backward()
     optimizer.step()
     Path(folder, str(dist.get_rank())).write_text(repr(time.time()))
+    dist.barrier()  # gloo may abort a worker whose peer is gone
     dist.destroy_process_group()
 
 
