@@ -13,8 +13,12 @@ _PYTHON = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib
 
 def is_users(filename: str) -> bool:
     """Whether a file is the user's own: the program itself, or neither ours nor an installed library's."""
-    if filename == getattr(sys.modules.get("__main__"), "__file__", None):
+    program = getattr(sys.modules.get("__main__"), "__file__", None)
+    if filename == program:
         return True
+    if filename == "<string>":
+        # Code that a library made (the `__init__` of a dataclass), unless the program is that of `python -c`.
+        return program is None
     is_library = filename.startswith(("<frozen", OURS, *_PYTHON)) or "-packages" + os.sep in filename
     return bool(filename) and not is_library
 

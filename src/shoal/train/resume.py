@@ -113,7 +113,7 @@ def _check_model(state: State, model: nn.Module) -> None:
     saved = {name.removeprefix("model/"): t for name, t in state.tensors.items() if name.startswith("model/")}
     found = {name: t for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
     odd = [
-        f"{name} was {_shape(saved.get(name))}, is now {_shape(found.get(name))}"
+        f"{name} {_shape(saved.get(name))} -> {_shape(found.get(name))}"
         for name in {**found, **saved}
         if _shape(saved.get(name)) != _shape(found.get(name))
     ]
