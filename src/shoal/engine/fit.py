@@ -15,7 +15,7 @@ def check_memory(
 ) -> None:
     """Raise UserError where the workers would not even get as far as importing torch.
 
-    `available` is measured where it is not given. The option `engine.worker_memory` replaces our guess of `worker_bytes`.
+    `available` is measured where it is not given. The option `engine.worker_memory` replaces `worker_bytes`, a guess.
     """
     if "engine.worker_memory" in options:
         worker_bytes = parse_bytes(options["engine.worker_memory"])
