@@ -1,6 +1,5 @@
 """Everything a trainer needs before its first step, made and checked one by one."""
 
-import hashlib
 import math
 import os
 import sys
@@ -30,12 +29,13 @@ from shoal.engine.env import WorkerFacts, shoal_home
 from shoal.observe import runs
 from shoal.observe.recorder import Recorder
 from shoal.spec.errors import UserError
+from shoal.train.agree import check_agreement, check_same_model, different_data, find_different_data, is_certain
 from shoal.train.chunked import is_elementwise
 from shoal.train.errors import in_user_code
 from shoal.train.flat import shorten
 from shoal.train.lone import LoneRun
 from shoal.train.loss import Loss, as_sum, move
-from shoal.train.saving import SaveReport
+from shoal.train.saving import SaveReport, say
 from shoal.train.settings import Settings
 from shoal.train.sync.message import MessageSync
 from shoal.train.sync.shared import SharedMemorySync
@@ -252,29 +252,37 @@ def make_sync(
 
 
 def share_rest(group: Group, model: nn.Module) -> None:
-    """Give everyone rank 0's buffers and frozen parameters, after making sure that the models are the same."""
+    """Give everyone rank 0's buffers and frozen parameters."""
     state = model.state_dict(keep_vars=True)
-    tensors = [(name, value) for name, value in state.items() if isinstance(value, torch.Tensor)]
-    check_same_model(group, [(name, tuple(value.shape)) for name, value in tensors])
-    for _, value in tensors:
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    for value in tensors:
         if not value.requires_grad and value.numel():
             data = value.detach().contiguous().view(-1).view(torch.uint8).clone()
             group.broadcast(data, root=0).wait()
             value.detach().copy_(data.view(value.dtype).view(value.shape))
 
 
-def check_same_model(group: Group, description: list[tuple[str, tuple[int, ...]]]) -> None:
-    """Workers that built different models would add up what does not belong together."""
-    number = int.from_bytes(hashlib.sha256(repr(description).encode()).digest()[:7])
-    everyone = torch.empty(group.size, dtype=torch.int64)
-    group.all_gather(everyone, torch.tensor([number])).wait()
-    different = [rank for rank, other in enumerate(everyone.tolist()) if other != everyone[0]]
-    if different:
-        raise UserError(
-            f"The workers built different models: rank {different[0]} differs from rank 0.",
-            why="names or shapes of parameters are not the same on all workers",
-            hint="build the model the same way everywhere, not from the rank or from this worker's data",
-        )
+def check_same(
+    group: Group,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    facts: Mapping[str, object],
+    source: Source,
+    recorder: Recorder,
+) -> None:
+    """Make sure that all workers were given the same: model, settings, data."""
+    if group.size == 1:
+        return
+    check_same_model(group, model, optimizer)
+    check_agreement(group, facts)
+    odd = find_different_data(group, source)
+    if odd is None:
+        return
+    error = different_data(source, odd)
+    if is_certain(source):
+        raise error
+    recorder.event("different_data", message=error.message)
+    say(error.at(rank=odd).render().replace("error:", "warning:", 1), recorder.rank)
 
 
 def check_unused(group: Group, sync: Sync, unused: str) -> None:
