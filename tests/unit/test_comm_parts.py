@@ -1,4 +1,4 @@
-"""The pure parts of communication: buckets, layouts, blocks, calls, who can share with whom."""
+"""The pure parts of communication: blocks, calls, who can share with whom."""
 
 from dataclasses import replace
 
@@ -9,37 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.comm.blocks import cut_blocks, cut_evenly, reduce_terms
-from shoal.comm.buckets import lay_out, plan_buckets
 from shoal.comm.connect import connect
 from shoal.comm.group import DTYPES, KINDS, Call, Op, disagreement
 from shoal.comm.process import can_share, decode, describe_self, encode, is_running
 from shoal.spec.errors import UserError
-
-
-@given(st.lists(st.integers(0, 1000), max_size=50), st.integers(1, 500))
-def test_buckets_hold_every_tensor_once_last_layers_first(sizes: list[int], bucket_bytes: int) -> None:
-    buckets = plan_buckets(sizes, bucket_bytes)
-    assert [position for bucket in buckets for position in bucket] == list(reversed(range(len(sizes))))
-    for bucket in buckets[:-1]:
-        held = [sizes[position] for position in bucket]
-        assert sum(held) >= bucket_bytes > sum(held[:-1])
-
-
-def test_a_bucket_of_few_bytes_is_only_the_last() -> None:
-    assert plan_buckets([10, 40, 10, 10, 90], 50) == [(4,), (3, 2, 1), (0,)]
-    assert plan_buckets([], 50) == []
-
-
-@given(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=20), st.sampled_from([1, 2, 4, 8]))
-def test_layouts_are_aligned_and_do_not_overlap(shapes: list[list[int]], item_bytes: int) -> None:
-    layout = lay_out([(str(i), tuple(shape)) for i, shape in enumerate(shapes)], item_bytes)
-    flat = torch.zeros(layout.total)
-    views = layout.views(flat)
-    for view in views.values():
-        view += 1
-    assert torch.all(flat <= 1)
-    assert [list(views[str(i)].shape) for i in range(len(shapes))] == shapes
-    assert all(offset * item_bytes % 64 == 0 for offset in [*layout.offsets, layout.total])
 
 
 @given(st.integers(0, 5000), st.integers(1, 9), st.sampled_from([1, 2, 4, 8]))
