@@ -1,8 +1,7 @@
-"""`python -m benchmarks NAME [--json] [--save] [--rounds N]`: NAME is a module here with `main(rounds)`, or `all`."""
+"""`python -m benchmarks NAME [--json] [--save] [--rounds N]`: NAME is a module here with a `main`, or `all`."""
 
 import argparse
 import importlib
-import inspect
 import json
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ _NOT_BENCHMARKS = {"__init__", "__main__", "harness"}
 
 
 def names() -> list[str]:
-    """Modules beside this one that have a `main(rounds)`."""
+    """Modules beside this one that have a `main(rounds, is_quick)`."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return [file.stem for file in files if file.stem not in _NOT_BENCHMARKS and "def main(rounds" in file.read_text()]
 
@@ -29,10 +28,8 @@ def main() -> int:
     if options.rounds < harness.MIN_ROUNDS and not options.quick:
         parser.error(f"--rounds must be at least {harness.MIN_ROUNDS}: fewer say nothing about the spread")
     for name in names() if options.name == "all" else [options.name]:
-        measure = importlib.import_module(f"benchmarks.{name}").main
-        can_be_quick = "is_quick" in inspect.signature(measure).parameters
-        measured = measure(options.rounds, is_quick=options.quick) if can_be_quick else measure(options.rounds)
-        result = harness.record(name, measured)
+        module = importlib.import_module(f"benchmarks.{name}")
+        result = harness.record(name, module.main(options.rounds, options.quick))
         print(json.dumps(result) if options.json else harness.render(result), flush=True)
         if options.save:
             print(f"saved {harness.save(result)}", file=sys.stderr)
