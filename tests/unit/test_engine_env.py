@@ -31,6 +31,8 @@ def test_a_worker_has_every_variable_of_torchrun() -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": "/runs/r/logs/2.error.json",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "MALLOC_TRIM_THRESHOLD_": "268435456",
+        "MALLOC_MMAP_THRESHOLD_": "33554432",
         "GLOO_SOCKET_IFNAME": "lo",
         "TP_SOCKET_IFNAME": "lo",
         "PYTHONUNBUFFERED": "1",
