@@ -33,8 +33,13 @@ def with_different_models() -> None:
     fit(model=nn.Sequential(nn.Linear(4, 8 + RANK), nn.Linear(8 + RANK, 3)))
 
 
-def with_too_few_shards() -> None:
-    fit(batch_size=1)
+def with_different_optimizers() -> None:
+    model = nn.Linear(4, 3)
+    fit(model=model, optimizer=(torch.optim.SGD, torch.optim.Adam)[RANK](model.parameters(), 0.1))
+
+
+def with_data_cut_by_rank() -> None:
+    fit(data=(INPUTS[RANK::2], TARGETS[RANK::2]))
 
 
 COMMON: dict[str, Callable[[], None]] = {
@@ -42,7 +47,12 @@ COMMON: dict[str, Callable[[], None]] = {
     "nan over sockets": lambda: fit(data=(INPUTS.log(), TARGETS), transport="tcp"),
     "gradient": with_bad_gradient,
     "models": with_different_models,
-    "shards": with_too_few_shards,
+    "shards": lambda: fit(batch_size=1),
+    "seed": lambda: fit(seed=RANK),
+    "optimizer": with_different_optimizers,
+    "length": lambda: fit(data=(INPUTS[RANK:], TARGETS[RANK:])),
+    "cut": with_data_cut_by_rank,
+    "steps": lambda: fit(steps=3 + RANK),
 }
 
 

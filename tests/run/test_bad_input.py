@@ -220,6 +220,13 @@ def test_all_workers_say_the_same(tmp_path: Path) -> None:
     assert told["nan over sockets"]["error"].startswith("The loss is nan for samples ")
     assert told["gradient"]["error"] == "The gradient is nan, though the loss is a number: in 2.bias."
     assert told["models"]["error"] == "The workers built different models: rank 1 differs from rank 0."
+    assert told["seed"]["error"] == "The workers do not agree: seed is 0 on rank 0 and 1 on rank 1."
+    assert (
+        told["optimizer"]["error"] == "The workers do not agree: the optimizer is SGD on rank 0 and Adam on rank 1."
+    )
+    assert told["length"]["error"].endswith("the number of samples is 40 on rank 0 and 39 on rank 1.")
+    assert told["cut"]["error"] == "The workers have different datasets: that of rank 1 is not that of rank 0."
+    assert told["steps"]["error"] == "The workers do not agree: steps= of fit() is 3 on rank 0 and 4 on rank 1."
     assert told["shards"]["error"] == "2 workers are too many for a step of 1 samples in 1 shards."
 
 

@@ -17,6 +17,7 @@ from shoal.data.shares import Schedule, Speed, rebalance
 from shoal.engine.env import read_worker
 from shoal.spec.event import StepMetrics
 from shoal.train import evaluation, setup
+from shoal.train.agree import check_agreement, check_same, facts_of
 from shoal.train.blame import naming_samples
 from shoal.train.errors import in_run, in_user_code, place_errors
 from shoal.train.lone import show_errors
@@ -90,8 +91,8 @@ class Trainer:
             self._group = setup.connect(facts, self.device, self.settings, number, opened)
             traits = setup.probe_model(self.model, loss, self._source, self.settings, self.device, self.rank)
             self.ledger = setup.make_ledger(self.settings, self._source, traits, self.world_size)
-            shared = facts_of(self.settings, self.ledger, optimizer, scheduler)
-            setup.check_same(self._group, self.model, optimizer, shared, self._source, self._recorder)
+            check_same(self._group, self.model, optimizer, facts_of(self.settings, self.ledger, scheduler))
+            setup.check_same_data(self._group, self._source, self._recorder)
             self._sync = setup.make_sync(self._group, self.model, optimizer, self.settings, self.ledger.num_shards)
             opened.callback(self._sync.close)
             self._store = setup.open_store(facts, self.run_dir, self.settings, self._recorder, number, opened)
@@ -121,7 +122,7 @@ class Trainer:
         A resumed script reaches the calls of `fit` that it made before; what they did already is not done again.
         """
         stop_epoch, stop_step, goal = setup.next_goal(self.ledger, self._goal, epochs, steps)
-        check_agreement(self._group, {"the end of fit()": f"step {self._num_steps_until(stop_epoch, stop_step)}"})
+        check_agreement(self._group, {"epochs= of fit()": epochs, "steps= of fit()": steps})
         with self._load(stop_epoch, stop_step) as batches:
             for batch in batches:
                 self.step(batch)

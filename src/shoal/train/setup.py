@@ -22,6 +22,7 @@ from shoal.comm.connect import connect as connect_group
 from shoal.comm.group import Group, Op
 from shoal.comm.rendezvous import open_store as open_meeting
 from shoal.comm.shm import ShmGroup
+from shoal.data.columns import ColumnSource
 from shoal.data.ledger import Ledger, Place, check_batch_size
 from shoal.data.sources import Source, as_source
 from shoal.data.stream import StreamSource
@@ -29,7 +30,7 @@ from shoal.engine.env import WorkerFacts, shoal_home
 from shoal.observe import runs
 from shoal.observe.recorder import Recorder
 from shoal.spec.errors import UserError
-from shoal.train.agree import check_agreement, check_same_model, different_data, find_different_data, is_certain
+from shoal.train.agree import find_different_data
 from shoal.train.chunked import is_elementwise
 from shoal.train.errors import in_user_code
 from shoal.train.flat import shorten
@@ -262,27 +263,21 @@ def share_rest(group: Group, model: nn.Module) -> None:
             value.detach().copy_(data.view(value.dtype).view(value.shape))
 
 
-def check_same(
-    group: Group,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    facts: Mapping[str, object],
-    source: Source,
-    recorder: Recorder,
-) -> None:
-    """Make sure that all workers were given the same: model, settings, data."""
-    if group.size == 1:
+def check_same_data(group: Group, source: Source, recorder: Recorder) -> None:
+    """Refuse datasets that were cut by rank, or warn where they only seem to be."""
+    rank = find_different_data(group, source) if group.size > 1 else None
+    if rank is None:
         return
-    check_same_model(group, model, optimizer)
-    check_agreement(group, facts)
-    odd = find_different_data(group, source)
-    if odd is None:
-        return
-    error = different_data(source, odd)
-    if is_certain(source):
+    error = UserError(
+        f"The workers have different datasets: that of rank {rank} is not that of rank 0.",
+        why="it seems to be cut by rank already, and would be divided a second time",
+        hint="pass the whole dataset to every worker: shoal divides it, so that each sample is used once",
+    )
+    # Code that reads samples may have a randomness of its own; columns are what they are.
+    if isinstance(source, ColumnSource):
         raise error
     recorder.event("different_data", message=error.message)
-    say(error.at(rank=odd).render().replace("error:", "warning:", 1), recorder.rank)
+    say(error.at(rank=rank).render().replace("error:", "warning:", 1), recorder.rank)
 
 
 def check_unused(group: Group, sync: Sync, unused: str) -> None:

@@ -1,0 +1,133 @@
+"""Whether all workers were given the same: what they add up must belong together."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from shoal.comm.group import Group
+from shoal.data.ledger import Ledger
+from shoal.data.sources import Source
+from shoal.data.stream import StreamSource
+from shoal.spec.errors import UserError
+from shoal.train.resume import hyper_parameters, plain
+from shoal.train.settings import Settings
+
+OWN = ("compile", "keep", "loaders", "microbatch_size", "threads", "timeout_seconds")
+"""Settings that each worker may have for itself."""
+
+SHOWN_BYTES = 80
+"""Of a value that differs, how much is told."""
+
+HINT = "give every worker the same, whatever its rank: shoal divides the samples itself"
+
+
+def check_same(group: Group, model: nn.Module, optimizer: torch.optim.Optimizer, facts: Mapping[str, object]) -> None:
+    """Raise UserError unless all workers have the same model, optimizer and other facts."""
+    if group.size > 1:
+        check_same_model(group, model, optimizer)
+        check_agreement(group, {**facts, "the optimizer": type(optimizer).__name__})
+        check_agreement(group, hyper_facts(optimizer))
+
+
+def check_agreement(group: Group, facts: Mapping[str, object]) -> None:
+    """Raise the same error on every rank for the first fact that is not the same on all; its values are told.
+
+    Names must be the same everywhere. Costs one small all_gather.
+    """
+    if group.size == 1:
+        return
+    mine = torch.tensor([_number(value) for value in facts.values()])
+    everyone = _gather(group, mine)
+    for column, (name, value) in enumerate(facts.items()):
+        odd = [rank for rank in range(group.size) if everyone[rank, column] != everyone[0, column]]
+        if odd:
+            here, there = _texts(group, str(value), odd[0])
+            raise UserError(
+                f"The workers do not agree: {name} is {here} on rank 0 and {there} on rank {odd[0]}.",
+                why="they train one model together, on one dataset",
+                hint=HINT,
+            )
+
+
+def check_same_model(group: Group, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Workers that built different models would add up what does not belong together."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [[names.get(id(parameter)) for parameter in held["params"]] for held in optimizer.param_groups]
+    tensors = [(name, value) for name, value in model.state_dict(keep_vars=True).items() if _is_tensor(value)]
+    state = [(name, tuple(value.shape), value.dtype, value.requires_grad) for name, value in tensors]
+    everyone = _gather(group, torch.tensor([_number((state, groups))]))
+    different = [rank for rank in range(group.size) if everyone[rank, 0] != everyone[0, 0]]
+    if different:
+        raise UserError(
+            f"The workers built different models: rank {different[0]} differs from rank 0.",
+            why="names, shapes, types or groups of parameters, or which are frozen, are not the same on all workers",
+            hint="build the model the same way everywhere, not from the rank or from this worker's data",
+        )
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def facts_of(settings: Settings, ledger: Ledger, scheduler: Any) -> dict[str, object]:
+    """What must be the same on all workers, by the names that people know it by."""
+    facts: dict[str, object] = {k: v for k, v in asdict(settings).items() if k not in OWN}
+    facts |= {"the number of samples": ledger.num_samples, "the number of shards": ledger.num_shards}
+    facts["the scheduler"] = type(scheduler).__name__
+    return facts | {"the state of the scheduler": plain(scheduler.state_dict()) if scheduler is not None else None}
+
+
+def hyper_facts(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """The optimizer's own settings, of one type of optimizer."""
+    groups: list[Any] = [hyper_parameters(group) for group in optimizer.param_groups]
+    return {f"{k} of parameter group {number}": v for number, group in enumerate(groups) for k, v in group.items()}
+
+
+def find_different_data(group: Group, source: Source) -> int | None:
+    """The first rank whose first, middle or last sample is not that of rank 0, as where datasets were cut by rank.
+
+    None if all are the same, and for data that does not give the same sample twice.
+    """
+    number = 0
+    if not isinstance(source, StreamSource) and not source.draws:
+        some = np.array(sorted({0, source.num_samples // 2, source.num_samples - 1}))
+        number = _number(list(_contents(source.fetch(some))))
+    numbers = _gather(group, torch.tensor([number])).view(-1).tolist()
+    return None if 0 in numbers else next((rank for rank, other in enumerate(numbers) if other != numbers[0]), None)
+
+
+def _contents(batch: Any) -> Iterator[object]:
+    if isinstance(batch, torch.Tensor) and batch.layout == torch.strided:
+        yield hashlib.sha256(batch.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
+    elif isinstance(batch, Mapping):
+        yield from _contents(list(batch.values()))
+    elif isinstance(batch, list | tuple):
+        for part in batch:
+            yield from _contents(part)
+    elif isinstance(batch, int | float | str | bytes):
+        yield batch
+
+
+def _number(value: object) -> int:
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7])
+
+
+def _gather(group: Group, mine: torch.Tensor) -> torch.Tensor:
+    everyone = torch.empty(group.size * mine.numel(), dtype=mine.dtype)
+    group.all_gather(everyone, mine).wait()
+    return everyone.view(group.size, -1)
+
+
+def _texts(group: Group, text: str, rank: int) -> tuple[str, str]:
+    """The texts of rank 0 and of another."""
+    mine = torch.zeros(SHOWN_BYTES, dtype=torch.uint8)
+    data = text.encode()[:SHOWN_BYTES]
+    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+    everyone = _gather(group, mine)
+    both = [bytes(everyone[each].tolist()).rstrip(b"\0").decode(errors="ignore") for each in (0, rank)]
+    return both[0], both[1]
