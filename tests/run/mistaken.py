@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -56,6 +57,17 @@ COMMON: dict[str, Callable[[], None]] = {
 }
 
 
+def train_past_nan() -> str:
+    """A script may leave such a step out and go on."""
+    inputs = INPUTS.clone()
+    inputs[17] = torch.nan
+    with make(data=(inputs, TARGETS), exact=True) as trainer:
+        for batch in trainer:
+            with suppress(ShoalError):
+                trainer.step(batch)
+        return f"{trainer.place.step} {trainer.digest()}"
+
+
 def collect() -> dict[str, str]:
     """What this worker is told for each of them, one after the other in the same processes."""
     told = {}
@@ -64,7 +76,7 @@ def collect() -> dict[str, str]:
             act()
         except ShoalError as error:
             told[name] = error.render()
-    return told
+    return {**told, "past nan": train_past_nan()}
 
 
 # One worker fails, the other waits for it.

@@ -213,6 +213,7 @@ def test_all_workers_say_the_same(tmp_path: Path) -> None:
         here, there = parts_of(first[name]), parts_of(second[name])
         assert (here.pop("at")[:6], there.pop("at")[:6]) == ("rank 0", "rank 1")
         assert here == there, name
+    assert first["past nan"] == second["past nan"] == mistaken.train_past_nan()
     told = {name: parts_of(text) for name, text in first.items()}
     assert told["nan"]["error"] == "The loss is nan for samples 7, 17, 10, 16 and 1 more (rank 1, shard 5)."
     assert told["nan"]["why"].startswith("sample 17 holds nan or inf itself")

@@ -2,12 +2,14 @@
 
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from shoal.comm.shm import ShmGroup
+from shoal.spec.errors import UserError
 from shoal.train import tree
 from shoal.train.flat import CHUNK
 from shoal.train.gradients import Gradients
@@ -15,6 +17,8 @@ from shoal.train.replica import Replica
 from shoal.train.summing import StepSum, square_of
 from shoal.train.sync.sync import Outcome, Row
 from shoal.train.sync.table import StepTable, checked_norm, not_finite
+
+T = TypeVar("T")
 
 READY, POSTED, SUMMED, UPDATED = range(4)
 """Signals of a step: gradients filled up to a chunk, rows posted, slice summed, slice updated."""
@@ -110,11 +114,11 @@ class SharedMemorySync:
         if self._exact or not self.gradients.nodes:
             self._announce(self._total)
         self._wait(POSTED, self._turn)
-        totals = self._table.read(self._num_shards)
+        totals = self._look(self._table.read, self._num_shards)
         self._sum(1.0 / totals.weight)
         self._group.signal(SUMMED, self._turn)
         self._wait(SUMMED, self._turn)
-        norm = checked_norm(self._squares.tolist(), self._find_not_finite)
+        norm = self._look(checked_norm, self._squares.tolist(), self._find_not_finite)
         if self._max_norm is not None and norm > self._max_norm:
             self.replica.gradient.mul_(self._max_norm / norm)
         self.replica.update()
@@ -127,6 +131,14 @@ class SharedMemorySync:
             wait=self._waited,
             waited_for=self._waited_for,
         )
+
+    def _look(self, read: Callable[..., T], *args: Any) -> T:
+        """Read what all share. Where it raises it does so on all ranks; none goes on before all have looked."""
+        try:
+            return read(*args)
+        except UserError:
+            self._group.barrier()
+            raise
 
     def _wait(self, channel: int, value: int) -> None:
         started = time.perf_counter()
