@@ -15,6 +15,7 @@ def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 if __name__ == "__main__":
+    torch.manual_seed(0)
     net = nn.Linear(16, 4)
     trainer = shoal.Trainer(net, loss, torch.optim.SGD(net.parameters(), 0.1), torch.randn(64, 16), batch_size=16)
     for batch in trainer:

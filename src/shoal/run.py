@@ -177,7 +177,7 @@ def _open_folder(job: Job, keep: Keep) -> RunFolder:
     path = keep.dir if keep.dir is not None else os.path.join(home, "runs", keep.name or "")
     if not keep.is_resumed:
         _check_unused(path)
-    folder = claim(path, facts, now)
+    folder = claim(path, facts, now, is_new=not keep.is_resumed)
     _link(folder, home)
     return folder
 

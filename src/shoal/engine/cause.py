@@ -154,9 +154,15 @@ def _code_of(reported: object, end: WorkerExit | None) -> int:
     return (shell_code(end.code) if end is not None else 0) or 1
 
 
+_OURS = ("UserError", "PlanError", "WorkerError", "MemberLost", "Preempted", "BugError")
+"""Errors of ours are whole sentences."""
+
+
 def _say_error(kind: str, message: str) -> str:
     if kind == "SystemExit":
         return f"The script ended itself: {message}"
+    if kind in _OURS:
+        return message
     return f"{kind}: {message}" if message else kind
 
 

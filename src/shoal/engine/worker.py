@@ -194,7 +194,8 @@ class Control:
         if errors is not None and isinstance(error, errors.ShoalError):
             return self.report_ours(error)
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
-        self.send(error, {"message": text_of(error), "exit_code": code}, place_of(error))
+        facts = {"message": text_of(error), "exit_code": code, "step": getattr(error, "shoal_step", None)}
+        self.send(error, facts, place_of(error))
         sys.excepthook(type(error), error, trace)
         return code
 
@@ -212,14 +213,19 @@ class Control:
         if error.code not in (None, 0):
             error.__traceback__ = users_part(error.__traceback__)
             message = error.code if isinstance(error.code, str) else f"exit code {error.code}"
-            self.send(error, {"message": message}, place_of(error))
+            code = error.code if isinstance(error.code, int) else 1
+            self.send(error, {"message": message, "exit_code": code & 0xFF}, place_of(error))
 
     def send(self, error: BaseException, facts: dict[str, Any], where: str) -> None:
         import json
         import traceback
 
-        lines = traceback.format_exception(type(error), error, error.__traceback__)
-        data = {"type": type(error).__qualname__, "where": where, "traceback": "".join(lines)[-20000:], **facts}
+        where_module = sys.modules.get("shoal.spec.where")
+        if where_module is not None:
+            text = where_module.format_error(error)  # without the trainer's frames
+        else:
+            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        data = {"type": type(error).__qualname__, "where": where, "traceback": text[-20000:], **facts}
         data["message"] = str(data["message"])[:4000]
         event = {"kind": "error", "time": time.time(), "rank": self.rank, "step": facts.get("step"), "data": data}
         send_all(self.fd, json.dumps(event).encode() + b"\n")
@@ -247,7 +253,8 @@ def place_of(error: BaseException) -> str:
 def is_users(filename: str) -> bool:
     if filename == getattr(sys.modules["__main__"], "__file__", None):
         return True
-    is_library = filename.startswith(("<frozen", _PACKAGE, _LIBRARY)) or "-packages" + os.sep in filename
+    # `<string>` is code that a library made, such as the `__init__` of a dataclass.
+    is_library = filename.startswith(("<frozen", "<string>", _PACKAGE, _LIBRARY)) or "-packages" + os.sep in filename
     return bool(filename) and not is_library
 
 
