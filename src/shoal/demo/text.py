@@ -36,7 +36,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Bytes in, the next byte's odds out."""
 
-    def __init__(self, width: int = 128, num_layers: int = 3, num_heads: int = 4, dropout: float = 0.05) -> None:
+    def __init__(self, width: int = 96, num_layers: int = 2, num_heads: int = 4, dropout: float = 0.05) -> None:
         super().__init__()
         self.embed = nn.Embedding(128, width)
         self.position = nn.Parameter(torch.zeros(CONTEXT, width))
@@ -80,12 +80,12 @@ def write(model: nn.Module, start: str, length: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--batch-size", type=int, default=64)
     options = parser.parse_args()
     torch.manual_seed(0)
     model = GPT()
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), 6e-3)
     trainer = shoal.Trainer(
         model, loss, optimizer, documentation(), batch_size=options.batch_size, exact=True, max_norm=1.0
     )
