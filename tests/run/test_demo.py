@@ -31,12 +31,16 @@ SEEN = demo.Seen(
 
 
 def test_equal_digests_are_told_as_equal():
-    seen = [SEEN, replace(SEEN, num_workers=2, samples_per_second=190.0), replace(SEEN, digest="")]
+    seen = [
+        SEEN,
+        replace(SEEN, num_workers=2, samples_per_second=190.0),
+        replace(SEEN, module="shoal.demo.race", digest=""),
+    ]
     assert demo.compare(seen) == [("shoal.demo.text", True)]
     assert "1.90 times as fast as 1, and give the same parameters" in demo.sum_up(seen, 50.0)
 
 
 def test_different_digests_are_not_passed_over():
-    seen = [SEEN, replace(SEEN, num_workers=2, digest="abd"), replace(SEEN, digest="")]
+    seen = [SEEN, replace(SEEN, num_workers=2, digest="abd"), replace(SEEN, module="shoal.demo.race", digest="")]
     assert demo.compare(seen) == [("shoal.demo.text", False)]
     assert "DIFFERENT" in demo.sum_up(seen, 50.0)
