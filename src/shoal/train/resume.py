@@ -58,9 +58,10 @@ def plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items() if is_plain(item)}
+        return {key: plain(item) for key, item in value.items() if is_plain(item)}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value if is_plain(item)]
+        items = [plain(item) for item in value if is_plain(item)]
+        return items if isinstance(value, list) else tuple(items)
     return value
 
 
@@ -82,18 +83,13 @@ def read_progress(
     _check_model(state, model)
     _check_optimizer(facts, optimizer)
     for group, saved in zip(optimizer.param_groups, facts["groups"], strict=True):
-        group.update({name: _like(value, group.get(name)) for name, value in saved.items()})
+        group.update(saved)
     if scheduler is not None and facts["scheduler"] is not None:
         scheduler.load_state_dict(facts["scheduler"])
     place = ledger.place(int(facts["position"]))
     if ledger.num_samples is None:
         place = Place(step=state.step, epoch=facts["epoch"], offset=facts["offset"], position=facts["position"])
     return place, facts["counts"]
-
-
-def _like(value: Any, old: Any) -> Any:
-    """JSON has no tuples: give back the kind that was there."""
-    return tuple(value) if isinstance(old, tuple) and isinstance(value, list) else value
 
 
 def _check_settings(facts: Mapping[str, Any], ledger: Ledger, settings: Settings) -> None:
