@@ -54,9 +54,8 @@ class MessageSync:
         self._total = layout.total
         self._stops = [*range(BUCKET_ELEMENTS, layout.total, BUCKET_ELEMENTS), layout.total]
         # In exact mode sums of subtrees come first; without it buckets are summed where the optimizer reads them.
-        num_slots = tree.most_nodes(num_shards)
-        gradient = self.replica.gradient
-        self._slots = [torch.zeros_like(gradient) for _ in range(num_slots)] if exact else [gradient]
+        num_slots = tree.most_nodes(num_shards) if exact else 0
+        self._slots = [torch.zeros_like(self.replica.gradient) for _ in range(num_slots)] or [self.replica.gradient]
         self.gradients = Gradients(
             self.replica.flat.parameters, layout, self._slots, exact=exact, on_ready=self._send
         )
