@@ -1,8 +1,10 @@
 """Data-parallel training with 2 workers of 1 thread: no communication at all, DistributedDataParallel, and shoal.
 
 All contenders take turns in the same two processes. `alone` is one worker while the other sleeps; twice its speed is
-the ideal. `none` are two workers that train a copy each and never talk. `fused` means the optimizer's one-pass
-kernel, which shoal turns on by itself where it can. `DDP tuned` has it too, and gradients that are views of buckets.
+the ideal. `none` are two workers that train a copy each and never talk; `meeting` are such that wait for each other
+after every step and still exchange nothing, which is what being synchronous costs by itself. `fused` means the
+optimizer's one-pass kernel, which shoal turns on by itself where it can. `DDP tuned` has it too, and gradients that
+are views of buckets.
 
 A second table sets two workers against one process that uses all cores on the same global batch, each in processes of
 its own, started anew in every round.
@@ -10,7 +12,7 @@ its own, started anew in every round.
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 from benchmarks.harness import check, ratio, summarize
@@ -19,6 +21,8 @@ from benchmarks.turns import (
     Step,
     launch,
     mean_over_workers,
+    meet_in_memory,
+    meeting_only,
     plain_step,
     process_group,
     take_turns,
@@ -59,9 +63,10 @@ def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
 def _notes(is_quick: bool) -> list[str]:
     return [
         "ms a step, median of the rounds (quartiles), mean of the workers; the other columns are speeds relative to",
-        "twice one worker alone, to no communication and to DDP, taken within a round. shoal loads its data in the",
-        "background and records every step, the others get ready batches. `shards=2` computes batch statistics over",
-        f"a worker's whole part, as DDP does, instead of in 8 shards. Trainer settings: {SETTINGS}, else default.",
+        "twice one worker alone, to no communication, to meeting without a message and to DDP, taken within a round.",
+        "shoal loads its data in the background and records every step, the others get ready batches. `shards=2`",
+        "computes batch statistics over a worker's whole part, as DDP does, instead of in 8 shards.",
+        f"Trainer settings: {SETTINGS}, else default.",
         *(WORKLOADS[name](is_quick).about for name in NAMES),
         "SGD has momentum 0.9; `none`, `alone` and `DDP` use the optimizer as torch makes it.",
     ]
@@ -85,10 +90,12 @@ def compete(name: str, chosen: str, rounds: int, is_quick: bool) -> Samples:
                 Ours(workload, optimizer, workload.samples * NUM_WORKERS, **SETTINGS, **settings)
             )
 
+        group = opened.enter_context(closing(meet_in_memory()))
         contenders: dict[str, Step | None] = {
             "alone": without_communication(workload, optimizer) if rank == 0 else None,
             "none": without_communication(workload, optimizer),
             "none fused": without_communication(workload, optimizer, fused=True),
+            "none fused, meeting": meeting_only(without_communication(workload, optimizer, fused=True), group),
             "DDP": with_ddp(workload, optimizer, {}),
             "DDP tuned": with_ddp(workload, optimizer, {"gradient_as_bucket_view": True}, fused=True),
             "shoal": ours(),
@@ -108,7 +115,13 @@ def _rows(name: str, chosen: str, samples: Samples) -> list[dict[str, Any]]:
     return rows
 
 
-_PEERS = {"of 2 × alone": "alone", "of none": "none", "of none fused": "none fused", "× DDP": "DDP"}
+_PEERS = {
+    "of 2 × alone": "alone",
+    "of none": "none",
+    "of none fused": "none fused",
+    "of meeting": "none fused, meeting",
+    "× DDP": "DDP",
+}
 
 
 def _checks(name: str, chosen: str, samples: Samples) -> list[dict[str, Any]]:

@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shoal
 from benchmarks.workloads import Workload
+from shoal.comm.connect import connect
+from shoal.comm.group import Group
 from shoal.train.loop import Batch
 
 Step = Callable[[], object]
@@ -47,6 +49,16 @@ def plain_step(workload: Workload, model: nn.Module, optimizer: torch.optim.Opti
 def without_communication(workload: Workload, make_optimizer: MakeOptimizer, **options: Any) -> Step:
     model = workload.make()
     return plain_step(workload, model, make_optimizer(model.parameters(), **options), workload.samples)
+
+
+def meeting_only(step: Step, group: Group) -> Step:
+    """Copies that wait for each other after every step and exchange nothing: the limit of anything synchronous."""
+
+    def step_and_meet() -> None:
+        step()
+        group.barrier()
+
+    return step_and_meet
 
 
 def with_ddp(workload: Workload, make_optimizer: MakeOptimizer, ddp: Mapping[str, Any], **options: Any) -> Step:
@@ -88,6 +100,12 @@ def process_group() -> Iterator[int]:
     finally:
         dist.barrier()
         dist.destroy_process_group()
+
+
+def meet_in_memory() -> Group:
+    """A group of ours among the workers of the process group."""
+    store = dist.PrefixStore("meeting", dist.distributed_c10d._get_default_store())
+    return connect(dist.get_rank(), dist.get_world_size(), store)
 
 
 def take_turns(

@@ -137,7 +137,7 @@ def _cnn(is_quick: bool) -> Workload:
     return Workload(
         about=f"ResNet-like CNN on {side}×{side}, 3 residual blocks from {width} wide, {samples} samples a worker",
         samples=samples,
-        steps=2,
+        steps=2 if is_quick else 4,
         make=partial(make_cnn, width),
         data=partial(make_classes, (3, side, side)),
         loss=class_loss,
@@ -150,7 +150,7 @@ def _gpt(is_quick: bool, dropout: float = 0.0) -> Workload:
     return Workload(
         about=f"{about}, dropout {dropout:g}",
         samples=samples,
-        steps=2,
+        steps=2 if is_quick else 4,
         make=partial(make_gpt, width, num_layers, length, dropout),
         data=partial(make_tokens, length),
         loss=next_token_loss,

@@ -55,19 +55,24 @@ class ChangingBuffers:
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         buffers = dict(model.named_buffers())
-        self._buffers = [buffers[name] for name in names]
-        self._sizes = [buffer.numel() for buffer in self._buffers]
+        self._buffers = sorted((buffers[name] for name in names), key=torch.is_floating_point)
+        sizes = [buffer.numel() for buffer in self._buffers]
+        self._vector = torch.zeros(sum(sizes), dtype=torch.float64)
+        parts = self._vector.split(sizes)
+        self._parts = [part.view(buffer.shape) for part, buffer in zip(parts, self._buffers, strict=True)]
+        self._num_counts = sum(buffer.numel() for buffer in self._buffers if not buffer.is_floating_point())
 
     def __bool__(self) -> bool:
         return bool(self._buffers)
 
     def read(self) -> torch.Tensor:
-        return torch.cat([buffer.reshape(-1).double().cpu() for buffer in self._buffers])
+        torch._foreach_copy_(self._parts, self._buffers)
+        return self._vector.clone()
 
     def write(self, values: torch.Tensor) -> None:
-        for buffer, part in zip(self._buffers, values.split(self._sizes), strict=True):
-            exact = part if buffer.is_floating_point() else part.round()
-            buffer.copy_(exact.view(buffer.shape))
+        self._vector.copy_(values)
+        self._vector[: self._num_counts].round_()
+        torch._foreach_copy_(self._buffers, self._parts)
 
 
 def seed_of(seed: int, step: int, shard: int) -> int:
