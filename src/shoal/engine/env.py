@@ -36,7 +36,8 @@ class WorkerFacts:
     """Who this process is in a run. The defaults are those of a lone process, a run of one.
 
     `run_dir` and `control_fd` are None without a launcher. `is_resumed`: continue from the newest valid checkpoint.
-    `is_measured`: end after a few steps and say how fast they were.
+    `is_measured`: end after a few steps and say how fast they were. `faults`: what is to go wrong on purpose, as JSON
+    or as `@` and the path of a file with it.
     """
 
     rank: int = 0
@@ -54,6 +55,7 @@ class WorkerFacts:
     options: dict[str, str] = field(default_factory=dict)
     is_resumed: bool = False
     is_measured: bool = False
+    faults: str = ""
 
 
 def read_worker(env: Mapping[str, str] | None = None) -> WorkerFacts:
@@ -81,6 +83,7 @@ def read_worker(env: Mapping[str, str] | None = None) -> WorkerFacts:
         options=_options(env.get("SHOAL_OPTIONS", "{}")),
         is_resumed=env.get("SHOAL_RESUME") == "1",
         is_measured=env.get("SHOAL_MEASURE") == "1",
+        faults=env.get("SHOAL_FAULTS", ""),
     )
 
 
