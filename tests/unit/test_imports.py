@@ -16,7 +16,7 @@ LEVELS = (
     ("run",),
     ("auto", "watch"),
     ("train",),
-    ("comm", "data", "checkpoint", "observe", "engine"),
+    ("comm", "data", "checkpoint", "elastic", "observe", "engine"),
     ("spec", "version"),
 )
 """A part may import what stands on a lower line. Parts of one line never import each other.
@@ -126,7 +126,7 @@ def test_only_one_module_reads_environment_variables():
 
 LIGHT = sorted(
     str(file.relative_to(SOURCE.parent).with_suffix("")).replace("/", ".")
-    for part in ("__init__.py", "cli.py", "run.py", "auto.py", "watch.py", "spec", "engine", "observe")
+    for part in ("__init__.py", "cli.py", "run.py", "auto.py", "watch.py", "spec", "engine", "observe", "elastic")
     for file in ([SOURCE / part] if part.endswith(".py") else (SOURCE / part).glob("*.py"))
 )
 

@@ -5,9 +5,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One worker process. `node` names its machine: equal names share memory."""
+    """One worker process. `node` names its machine: equal names share memory.
+
+    `worker` is the number users see; a process that replaces another has the same one, and another `id`:
+    "1.0", then "1.1".
+    """
 
     id: str
+    worker: int
     node: str
     pid: int
 
@@ -18,14 +23,29 @@ class World:
 
     Ranks are dense: the position in `members` is the rank. A World never changes; a join or a loss makes
     a new one with a larger `generation`, and messages from an older generation are dropped.
+
+    `joined` are the ids that are new in this generation, in every World after those who were there before.
+    `leaving` are the ids of those who were in the one before, are not in this one, and live: they take part until
+    all have seen this World, and then end. Everyone else who was in an earlier World and is not in this one is dead.
     """
 
     generation: int
     members: tuple[Member, ...]
+    joined: tuple[str, ...] = ()
+    leaving: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
         return len(self.members)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(member.id for member in self.members)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Nobody in it was in an earlier World: state comes from the start, or from a checkpoint."""
+        return len(self.joined) == len(self.members)
 
     def rank_of(self, member_id: str) -> int:
         """The rank of a member; raises KeyError for one that is not in this World."""
