@@ -113,7 +113,7 @@ def test_leftovers_are_cleared_when_nobody_writes(tmp_path):
     for name in (".writing-step-000000002-ab", ".removing-step-000000001-cd"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").write_text("x")
-    with disk.locked(tmp_path, 0.0):
+    with disk.locked(tmp_path / disk.LOCK, 0.0):
         FolderStore(tmp_path)  # a live writer holds the lock: they may be its files
         assert ".writing-step-000000002-ab" in visible(tmp_path)
     FolderStore(tmp_path)
@@ -132,7 +132,7 @@ def test_two_stores_on_one_folder_take_turns(tmp_path):
 def test_a_folder_that_another_holds_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr("shoal.checkpoint.store.LOCK_SECONDS", 0.0)
     store = FolderStore(tmp_path)
-    with disk.locked(tmp_path, 0.0):
+    with disk.locked(tmp_path / disk.LOCK, 0.0):
         saving = store.save(make_state(1), wait=True)
     assert "Another process is writing" in saving.error.why
     assert store.save(make_state(1), wait=True).is_durable

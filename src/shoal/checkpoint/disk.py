@@ -8,6 +8,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import stat
 import time
@@ -20,6 +21,7 @@ from shoal.spec.errors import UserError
 
 CHUNK_BYTES = 4 << 20  # hash and write (or read and hash) while the chunk is in cache
 LOCK = ".lock"
+_LEFTOVER = re.compile(r"\.(?:writing-(?:(\d{1,18})-)?|removing-)")
 
 
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, str]:
@@ -83,19 +85,50 @@ def publish(written: Path, final: Path) -> None:
         raise
 
 
-def begin(folder: Path, name: str) -> Path:
+def name_draft(folder: Path, generation: int, name: str) -> Path:
+    """A hidden name for what a writer of `generation` has not finished yet."""
+    return folder / f".writing-{generation}-{name}-{os.urandom(4).hex()}"
+
+
+def begin(folder: Path, generation: int, name: str) -> Path:
     """A new, hidden folder to write `name` into. It is not durable, and not a checkpoint, before `publish`."""
-    path = folder / f".writing-{name}-{os.urandom(4).hex()}"
+    path = name_draft(folder, generation, name)
     os.mkdir(path)
     return path
 
 
-def clear_leftovers(folder: Path) -> None:
-    """Remove what a writer or remover that died left in `folder`. The caller holds its lock, so none is alive."""
-    with os.scandir(folder) as found:
-        leftovers = [item.path for item in found if item.name.startswith((".writing-", ".removing-"))]
-    for path in leftovers:
+def list_names(folder: Path) -> list[str]:
+    """The names in a folder; none if it is not there or is not a folder."""
+    try:
+        with os.scandir(folder) as found:
+            return [item.name for item in found]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def clear_leftovers(folder: Path, generation: int) -> None:
+    """Remove what a writer or remover that died left in `folder`. The caller holds the lock of `generation`.
+
+    So no writer of it is alive; those of older ones may be, and will fail. Files of newer ones are left alone.
+    """
+    for name in list_names(folder):
+        match = _LEFTOVER.match(name)
+        if match and int(match[1] or 0) <= generation:
+            _remove_all(folder / name)
+
+
+def _remove_all(path: Path) -> None:
+    if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            remove_file(path)
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file; one that is gone already is fine."""
+    with suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def discard(path: Path) -> None:
@@ -103,7 +136,8 @@ def discard(path: Path) -> None:
     hidden = path if path.name.startswith(".") else path.with_name(f".removing-{path.name}-{os.urandom(4).hex()}")
     if hidden != path:
         os.rename(path, hidden)
-    shutil.rmtree(hidden)
+    with suppress(FileNotFoundError):  # another who tidies here may be faster
+        shutil.rmtree(hidden)
 
 
 @contextmanager
@@ -167,15 +201,15 @@ def _why_unreadable(error: OSError) -> str:
 
 
 @contextmanager
-def locked(folder: Path, timeout_seconds: float) -> Iterator[bool]:
-    """Hold the folder's lock, so that one process at a time writes or tidies there.
+def locked(path: Path, timeout_seconds: float) -> Iterator[bool]:
+    """Hold a folder's lock file, so that one process at a time writes or tidies there.
 
     Yields whether it is held: file systems without locks yield False, and the caller leaves leftovers alone. The
     kernel frees the lock of a process that died. Raises UserError if another holds it for `timeout_seconds`.
     """
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        held = _lock(descriptor, folder, time.monotonic() + timeout_seconds)
+        held = _lock(descriptor, path.parent, time.monotonic() + timeout_seconds)
         try:
             yield held
         finally:

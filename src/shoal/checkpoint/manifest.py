@@ -41,13 +41,23 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What a checkpoint holds. `sequence` grows with each save in a folder: the newest has the largest."""
+    """What a checkpoint holds. `sequence` grows with each save in a folder: the newest has the largest.
+
+    `generation` is that of the World that wrote it, `nonce` tells it from all others.
+    """
 
     step: Count
     sequence: Count
     saved_at: float
     facts: msgspec.Raw  # as `facts.encode` wrote them
     files: tuple[FileEntry, ...]
+    generation: Count = 0
+    nonce: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+    @property
+    def identity(self) -> str:
+        """What a fence calls it by: names of folders are used again, this is not."""
+        return f"{self.step}-{self.sequence}-{self.nonce}"
 
     @property
     def num_bytes(self) -> int:

@@ -14,24 +14,31 @@ from pathlib import Path
 import torch
 
 from shoal.checkpoint import disk, facts
+from shoal.checkpoint import fence as fences
 from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.layout import DTYPES, TensorEntry
 from shoal.checkpoint.manifest import Damaged, FileEntry, Manifest
 from shoal.checkpoint.state import TORCH_DTYPES, State
 from shoal.spec.errors import UserError
 
-_STEP = re.compile(r"step-(\d{9,18})(?:-(\d{1,9}))?")
+_STEP = re.compile(r"step-(\d{9,18})(?:-g\d{1,18})?(?:-\d{1,9})?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A checkpoint as far as its manifest and the sizes of its files tell. `problem` is empty if nothing is wrong."""
+    """A checkpoint as far as its manifest and the sizes of its files tell. `problem` is empty if nothing is wrong.
+
+    `is_stale` says that it came from a generation that had been fenced out, so that nobody ever counts on it.
+    """
 
     step: int
     path: Path
     sequence: int = -1
     saved_at: float = 0.0
     num_bytes: int = 0
+    generation: int = 0
+    identity: str = ""
+    is_stale: bool = False
     problem: str = ""
 
 
@@ -67,14 +74,23 @@ def list_checkpoints(folder: Path) -> tuple[Entry, ...]:
     try:
         with os.scandir(folder) as found:
             paths = [Path(item.path) for item in found if item.is_dir(follow_symlinks=False)]
+        entries = [inspect(path, step) for path in paths if (step := step_of(path)) is not None]
+        # Looked at after the names: whoever wrote one of them since the fence was finished is in no list.
+        fence = fences.in_force(folder)
     except FileNotFoundError:
         return ()
     except OSError as error:
-        raise UserError(
-            f"Cannot look for checkpoints in {folder}: {error.strerror}.", hint="check the path"
-        ) from error
-    entries = [inspect(path, step) for path in paths if (step := step_of(path)) is not None]
+        why, _ = disk.explain(error)
+        raise UserError(f"Cannot look for checkpoints in {folder}.", why=why, hint="check the path") from error
+    entries = [_judge(entry, fence) for entry in entries]
     return tuple(sorted(entries, key=lambda entry: (entry.sequence < 0, entry.sequence, entry.step), reverse=True))
+
+
+def _judge(entry: Entry, fence: fences.Fence) -> Entry:
+    if entry.sequence < 0 or fence.admits(entry.generation, entry.identity):
+        return entry
+    late = f"was written by generation {entry.generation} after generation {fence.generation} had taken over"
+    return replace(entry, is_stale=True, problem=f"{manifests.NAME}: {late}")
 
 
 def inspect(path: Path, step: int) -> Entry:
@@ -85,6 +101,7 @@ def inspect(path: Path, step: int) -> Entry:
         if found.step != step:
             raise Damaged(f"{manifests.NAME}: speaks of step {found.step}, but its folder is called {path.name}")
         entry = replace(entry, sequence=found.sequence, saved_at=found.saved_at, num_bytes=found.num_bytes)
+        entry = replace(entry, generation=found.generation, identity=found.identity)
         for file in found.files:
             with disk.open_regular(path / file.name, file.size):
                 pass

@@ -3,51 +3,26 @@
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from shoal.checkpoint import disk, read
+from shoal.checkpoint import fence as fences
 from shoal.checkpoint.layout import MAX_FILE_BYTES
 from shoal.checkpoint.read import Entry, Loaded
+from shoal.checkpoint.saving import Retries, Saving, as_shoal_error, may_work_later
 from shoal.checkpoint.staging import Staging
 from shoal.checkpoint.state import State
 from shoal.checkpoint.write import Draft, draft, pick_doomed, write_checkpoint
-from shoal.spec.errors import BugError, ShoalError, UserError
+from shoal.spec.errors import UserError
 
 LOCK_SECONDS = 30.0
 
 OnEvent = Callable[[str, Mapping[str, Any]], None]
-"""Told what happened: `checkpoint_saved`, `checkpoint_failed`, `checkpoint_skipped`, `checkpoint_not_removed`."""
-
-
-class Saving:
-    """A save under way. Training need not look at it: failures are also told to `on_event`.
-
-    `path` is set once the checkpoint is durable, `error` if it could not be saved; `seconds` is what writing took.
-    """
-
-    def __init__(self, step: int, num_bytes: int) -> None:
-        self.step = step
-        self.num_bytes = num_bytes
-        self.path: Path | None = None
-        self.error: ShoalError | None = None
-        self.seconds = 0.0
-        self._ended = threading.Event()
-
-    @property
-    def is_durable(self) -> bool:
-        return self.path is not None
-
-    def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until it ended, durable or failed; False if the time ran out first."""
-        return self._ended.wait(timeout_seconds)
-
-    def end(self, seconds: float) -> None:
-        """Called once, by the store that writes it."""
-        self.seconds = seconds
-        self._ended.set()
+"""Told what happened: `checkpoint_saved`, `checkpoint_failed`, `checkpoint_fenced`, `checkpoint_skipped`,
+`checkpoint_not_removed`, `fence_failed`."""
 
 
 class Store(Protocol):
@@ -66,6 +41,12 @@ class FolderStore:
     Writing goes on in the background, one save at a time: a save while another is being written first waits for it,
     so none is dropped and memory holds at most one copy of the state. `keep` is how many are kept (None: all); older
     ones go only after the new one is durable. Several processes may read; writers take turns through a lock.
+
+    A save that failed is tried again in the background, with growing pauses, until it is durable, a newer save takes
+    its place, or the store is closed (which tries once more). The state it holds is the newest there is.
+
+    `generation` is that of the World this writer belongs to; None takes the one in force in the folder now. `fence`
+    moves it on. Once another has fenced a newer one, saves here are refused (`checkpoint_fenced`) and leave nothing.
     """
 
     def __init__(
@@ -73,6 +54,7 @@ class FolderStore:
         folder: str | Path,
         keep: int | None = 3,
         *,
+        generation: int | None = None,
         on_event: OnEvent = lambda kind, data: None,
         max_file_bytes: int = MAX_FILE_BYTES,
     ) -> None:
@@ -80,6 +62,9 @@ class FolderStore:
             raise UserError(f"keep={keep} would keep no checkpoint.", hint="use keep=1 or more, or keep=None for all")
         self.folder = Path(folder)
         self.keep = keep
+        self.generation = self._newest_generation() if generation is None else generation
+        self._wanted: int | None = None
+        self._trying = threading.Lock()
         self._on_event = on_event
         self._max_file_bytes = max_file_bytes
         self._staging = Staging()
@@ -92,14 +77,31 @@ class FolderStore:
 
         A state that can never be saved (a sparse tensor, a fact that is not plain) is a UserError. Whatever the
         machine does (full disk, no permission, no memory) is not raised: it ends up in `Saving.error` and in
-        `on_event`, the checkpoints before it stay whole, and the next save tries again.
+        `on_event`, the checkpoints before it stay whole, and it is tried again until the next save or `close`.
         """
+        planned = draft(state, self._max_file_bytes)
         with self._turn:
-            self._wait()
-            self._saving = saving = self._start(state)
+            self._settle(Retries.stop)
+            self._saving = saving = self._start(planned, state)
         if wait:
             saving.wait()
         return saving
+
+    def fence(self, generation: int) -> bool:
+        """Belong to `generation` from now on, and let no older one commit here any more. True if that is durable now.
+
+        Called by the one who saves for a new World, with a number that grows for the life of the folder (also when a
+        run is resumed: `fence.newest_generation` tells the last). Never waits for a save under way: that is finished
+        first, in the background. A disk that refuses is told as `fence_failed`. Either way no save of the new
+        generation counts before its fence does. Raises `Stale` if a newer generation was there first.
+        """
+        self._wanted = generation
+        if not self._trying.acquire(blocking=False):
+            return False
+        try:
+            return self._move_on()
+        finally:
+            self._trying.release()
 
     def load(self, step: int | None = None) -> Loaded:
         """The state saved last, or at `step`, that proves whole; says which were skipped and why.
@@ -126,9 +128,9 @@ class FolderStore:
         )
 
     def close(self) -> None:
-        """Wait for the save under way and free the staging memory."""
+        """Wait for the save under way, try one that failed for the last time, and free the staging memory."""
         with self._turn:
-            self._wait()
+            self._settle(Retries.finish)
             self._staging = Staging()
 
     def __enter__(self) -> Self:
@@ -141,14 +143,21 @@ class FolderStore:
         if self._saving is not None:
             self._saving.wait()
 
-    def _start(self, state: State) -> Saving:
-        planned = draft(state, self._max_file_bytes)
+    def _settle(self, end: Callable[[Retries], None]) -> None:
+        """Wait for a try under way, and end those that would follow."""
+        if self._saving is not None:
+            self._wait()
+            end(self._saving.retries)
+            self._saving.wait_settled()
+
+    def _start(self, planned: Draft, state: State) -> Saving:
         saving = Saving(planned.step, planned.num_bytes)
         try:
             data = self._staging.copy(planned.plans, state.tensors)
         except MemoryError as error:
             self._fail(saving, error)
             saving.end(0.0)
+            saving.settle()
             return saving
         # Not a daemon: a process that ends in the normal way finishes its last save.
         writer = threading.Thread(target=self._write, args=(saving, planned, data), name="shoal-checkpoint")
@@ -157,63 +166,118 @@ class FolderStore:
         except (
             RuntimeError
         ):  # no thread to be had, as when the interpreter is about to end: then not in the background
+            saving.retries.stop()
             self._write(saving, planned, data)
         return saving
 
     def _write(self, saving: Saving, planned: Draft, data: Sequence[memoryview]) -> None:
-        started = time.perf_counter()
+        """Try until it is durable or nobody wants it any more."""
         try:
-            disk.make_folder(self.folder)
-            with disk.locked(self.folder, LOCK_SECONDS) as held:
-                if held:
-                    disk.clear_leftovers(self.folder)
-                saving.path = write_checkpoint(self.folder, planned, data)
-                self._tell_saved(saving, time.perf_counter() - started)
-                self._remove_old()
-        except Exception as error:
-            self._fail(saving, error)
+            self._try(saving, planned, data)
+            while may_work_later(saving.error) and saving.retries.pause():
+                self._try(saving, planned, data)
         finally:
-            saving.end(time.perf_counter() - started)
+            saving.settle()
+
+    def _try(self, saving: Saving, planned: Draft, data: Sequence[memoryview]) -> None:
+        started = time.perf_counter()
+        with self._trying:
+            try:
+                self._commit(saving, planned, data)
+            except Exception as error:
+                self._fail(saving, self._cause(error))
+            finally:
+                saving.end(time.perf_counter() - started)
+            with suppress(fences.Stale):  # the next save tells
+                self._move_on()
+
+    def _commit(self, saving: Saving, planned: Draft, data: Sequence[memoryview]) -> None:
+        started = time.perf_counter()
+        disk.make_folder(self.folder)
+        self._draw_fence()
+        fences.check(self.folder, self.generation)
+        with disk.locked(fences.lock_path(self.folder), LOCK_SECONDS) as held:
+            if held:
+                disk.clear_leftovers(self.folder, self.generation)
+            path = write_checkpoint(self.folder, planned, data, self.generation)
+            saving.error, saving.path = None, path
+            self._tell_saved(saving, time.perf_counter() - started)
+            self._remove_old()
+
+    def _move_on(self) -> bool:
+        try:
+            self._draw_fence()
+        except OSError as error:
+            why, hint = disk.explain(error)
+            facts = {"path": str(self.folder), "generation": self._wanted, "why": why, "hint": hint}
+            self._tell("fence_failed", facts)
+        return self._wanted is None
+
+    def _draw_fence(self) -> None:
+        if self._wanted is not None:
+            fences.draw(self.folder, self._wanted, self._known)
+            self.generation, self._wanted = self._wanted, None
+
+    def _known(self) -> Iterator[str]:
+        return (entry.identity for entry in self.list() if entry.identity and not entry.is_stale)
+
+    def _newest_generation(self) -> int:
+        try:
+            return fences.newest_generation(self.folder)
+        except OSError:  # reading it will say so too, in better words
+            return 0
+
+    def _cause(self, error: Exception) -> Exception:
+        """What a newer generation does to the files of an older one looks like a failing disk: say what it is."""
+        try:
+            fences.check(self.folder, self.generation)
+        except fences.Stale as stale:
+            return stale
+        except OSError:
+            pass
+        return error
 
     def _tell_saved(self, saving: Saving, seconds: float) -> None:
         facts = {"step": saving.step, "path": str(saving.path), "num_bytes": saving.num_bytes, "seconds": seconds}
         self._tell("checkpoint_saved", facts)
 
     def _fail(self, saving: Saving, error: Exception) -> None:
-        saving.error = _as_shoal_error(error, saving.step, self.folder)
-        words = {"message": saving.error.message, "why": saving.error.why, "hint": saving.error.hint}
-        self._tell("checkpoint_failed", {"step": saving.step, "path": str(self.folder), **words})
+        found = as_shoal_error(error, saving.step, self.folder)
+        is_known = saving.error is not None and saving.error.why == found.why
+        saving.error = found
+        if is_known:  # tried again in vain
+            return
+        facts = {"step": saving.step, "path": str(self.folder)}
+        facts |= {"message": found.message, "why": found.why, "hint": found.hint}
+        if isinstance(error, fences.Stale):
+            self._tell("checkpoint_fenced", {**facts, "generation": self.generation})
+        else:
+            self._tell("checkpoint_failed", facts)
 
     def _remove_old(self) -> None:
-        for entry in pick_doomed(self.list(), self.keep):
-            try:
-                disk.discard(entry.path)
-            except OSError as error:
-                why, hint = disk.explain(error)
-                self._tell("checkpoint_not_removed", {"path": str(entry.path), "why": why, "hint": hint})
+        """The save stands whatever happens here, and the next one tries again."""
+        path = self.folder
+        try:
+            fences.check(self.folder, self.generation)
+            for entry in pick_doomed(self.list(), self.keep):
+                path = entry.path
+                disk.discard(path)
+        except OSError as error:
+            why, hint = disk.explain(error)
+            self._tell("checkpoint_not_removed", {"path": str(path), "why": why, "hint": hint})
+        except (UserError, fences.Stale) as error:
+            self._tell("checkpoint_not_removed", {"path": str(path), "why": error.message, "hint": error.hint})
 
     def _clear_leftovers(self) -> None:
         """Remove what a writer that died left behind, unless a live one is at work or we may not write here."""
         if not self.folder.is_dir():
             return
-        with suppress(UserError, OSError), disk.locked(self.folder, 0.0) as held:
+        with suppress(UserError, OSError), disk.locked(fences.lock_path(self.folder), 0.0) as held:
             if held:
-                disk.clear_leftovers(self.folder)
+                disk.clear_leftovers(self.folder, self.generation)
 
     def _tell(self, kind: str, data: Mapping[str, Any]) -> None:
         try:
             self._on_event(kind, data)
         except Exception:  # the listener's fault: it must not turn a durable save into a failed one
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
-
-
-def _as_shoal_error(error: Exception, step: int, folder: Path) -> ShoalError:
-    message = f"The checkpoint of step {step} could not be saved in {folder}; training goes on."
-    if isinstance(error, UserError):
-        return UserError(message, why=f"{error.message} {error.why}", hint=error.hint, step=step)
-    if isinstance(error, OSError):
-        why, hint = disk.explain(error)
-        return UserError(message, why=why, hint=hint, step=step)
-    if isinstance(error, MemoryError):
-        return UserError(message, why=str(error), hint="use a machine with more memory, or fewer workers", step=step)
-    return BugError(message, why=f"{type(error).__name__}: {error}", hint="please report this", step=step)

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.checkpoint import disk, facts, read
+from shoal.checkpoint import fence as fences
 from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.layout import FilePlan, header, plan_files
 from shoal.checkpoint.manifest import FileEntry, Manifest
@@ -43,14 +44,15 @@ def draft(state: State, max_file_bytes: int) -> Draft:
     return Draft(step=state.step, facts=facts.encode(state.facts), plans=tuple(plans))
 
 
-def write_checkpoint(folder: Path, planned: Draft, data: Iterable[memoryview]) -> Path:
+def write_checkpoint(folder: Path, planned: Draft, data: Iterable[memoryview], generation: int = 0) -> Path:
     """Write the files into a hidden folder, fsync them, and give the folder its name; returns its path.
 
-    Nothing is left behind if any of it fails. The caller holds the folder's lock.
+    Nothing is left behind if any of it fails, or if a newer generation takes over meanwhile (`Stale`). The caller
+    holds the folder's lock.
     """
     _check_space(folder, planned.num_bytes)
     sequence = next_sequence(read.list_checkpoints(folder), time.time())
-    hidden = disk.begin(folder, _name(planned.step))
+    hidden = disk.begin(folder, generation, _name(planned.step))
     try:
         files = [_write_tensors(hidden, plan, view) for plan, view in zip(planned.plans, data, strict=True)]
         found = Manifest(
@@ -59,15 +61,29 @@ def write_checkpoint(folder: Path, planned: Draft, data: Iterable[memoryview]) -
             saved_at=time.time(),
             facts=msgspec.Raw(planned.facts),
             files=tuple(files),
+            generation=generation,
+            nonce=os.urandom(8).hex(),
         )
         disk.write_file(hidden / manifests.NAME, [manifests.encode(found)])
-        final = _free_path(folder, planned.step)
+        fences.check(folder, generation)
+        final = _free_path(folder, planned.step, generation)
         disk.publish(hidden, final)
     except BaseException:
         with suppress(OSError):
             disk.discard(hidden)
         raise
+    _confirm(folder, final, found)
     return final
+
+
+def _confirm(folder: Path, final: Path, found: Manifest) -> None:
+    """Take it back if it does not count. Only its own generation uses its name, so it is ours that goes."""
+    try:
+        fences.confirm(folder, found.generation, found.identity)
+    except BaseException:
+        with suppress(OSError):
+            disk.discard(final)
+        raise
 
 
 def next_sequence(there: Iterable[Entry], now: float) -> int:
@@ -94,25 +110,26 @@ def _name(step: int) -> str:
     return f"step-{step:09d}"
 
 
-def _free_path(folder: Path, step: int) -> Path:
-    """`step-000000100`, or `step-000000100-2` if that is taken: two renames to swap folders could lose both."""
-    path, number = folder / _name(step), 1
+def _free_path(folder: Path, step: int, generation: int) -> Path:
+    """`step-000000100`, `-g3` for a generation, and `-2` if that is taken: two renames to swap could lose both."""
+    name = f"{_name(step)}-g{generation}" if generation else _name(step)
+    path, number = folder / name, 1
     while os.path.lexists(path):
         number += 1
-        path = folder / f"{_name(step)}-{number}"
+        path = folder / f"{name}-{number}"
     return path
 
 
 def pick_doomed(entries: Iterable[Entry], keep: int | None) -> list[Entry]:
     """Which checkpoints may go, given all of them with the last saved first.
 
-    The `keep` last ones of different steps stay, counting only those without a problem. What has no readable
-    manifest stays too: it may come from a newer shoal, and someone may want to look at it.
+    The `keep` last ones of different steps stay, counting only those without a problem; what was fenced out goes.
+    What has no readable manifest stays too: it may come from a newer shoal, and someone may want to look at it.
     """
     doomed: list[Entry] = []
     kept: set[int] = set()
     for entry in entries:
-        is_surplus = entry.step in kept or (keep is not None and len(kept) >= keep)
+        is_surplus = entry.is_stale or entry.step in kept or (keep is not None and len(kept) >= keep)
         if is_surplus and entry.sequence >= 0:
             doomed.append(entry)
         elif not entry.problem:
