@@ -101,7 +101,7 @@ class Watch:
             listener,
             stdin_fd=crew.stdin_fd,
             inherit_fds=crew.inherit_fds,
-            wake_fd=self._stops.wake_fd if self._stops else None,
+            wake_fds=(self._stops.wake_fd,) if self._stops else (),
         )
         if self._stops is not None:
             self._stops.on_second = lambda: engine.signal(signal.SIGKILL)

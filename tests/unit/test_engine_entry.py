@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shoal.engine.call import CallFiles, name_of, pack_call
-from shoal.engine.engine import CONTROL_FD
+from shoal.engine.engine import CONTROL_FD, WORLD_FD
 from shoal.engine.entry import command_of, entry_of, find_python
 from shoal.spec.errors import UserError
 from shoal.spec.job import Job
@@ -114,7 +114,9 @@ def test_the_command_of_a_worker() -> None:
     python, file, *rest = command_of("py", 3, ("script", "a.py", "x"))
     assert python == "py"
     assert Path(file).name == "worker.py"
-    assert rest == [CONTROL_FD, "3", "script", "a.py", "x"]
+    assert rest == [CONTROL_FD, "", "3", "script", "a.py", "x"]
+    elastic = command_of("py", 3, ("script", "a.py"), is_elastic=True)
+    assert elastic[2:] == (CONTROL_FD, WORLD_FD, "3", "script", "a.py")
 
 
 def test_a_call_that_cannot_be_sent(tmp_path: Path) -> None:

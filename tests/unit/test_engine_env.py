@@ -113,6 +113,16 @@ def test_the_control_channel_belongs_to_one_process() -> None:
     assert read_worker({"SHOAL_CONTROL_FD": "7"}).control_fd is None
 
 
+def test_only_a_worker_of_an_elastic_run_is_told_who_takes_part() -> None:
+    ours = {"SHOAL_CONTROL_FD": "7", "SHOAL_CONTROL_PID": str(os.getpid())}
+    assert (read_worker(ours).world_fd, read_worker(ours).is_elastic) == (None, False)
+    assert read_worker({**ours, "SHOAL_WORLD_FD": ""}).world_fd is None
+    elastic = read_worker({**ours, "SHOAL_WORLD_FD": "8", "SHOAL_INCARNATION": "3"})
+    assert (elastic.world_fd, elastic.is_elastic, elastic.incarnation) == (8, True, 3)
+    child = read_worker({**ours, "SHOAL_WORLD_FD": "8", "SHOAL_CONTROL_PID": "1"})
+    assert (child.world_fd, child.is_elastic) == (None, False)
+
+
 @pytest.mark.parametrize("env", [{"RANK": "one"}, {"SHOAL_OPTIONS": "{"}, {"SHOAL_OPTIONS": "[1]"}])
 def test_variables_that_make_no_sense_are_named(env: dict[str, str]) -> None:
     with pytest.raises(UserError) as caught:

@@ -12,6 +12,7 @@ NAMES = [
     "MemberLost",
     "PlanError",
     "Preempted",
+    "Retryable",
     "ShoalError",
     "Trainer",
     "UserError",
@@ -60,6 +61,7 @@ EXIT_CODES = {
     "PlanError": 3,
     "MemberLost": 4,
     "Preempted": 5,
+    "Retryable": 75,
     "BugError": 70,
 }
 

@@ -154,7 +154,7 @@ def _code_of(reported: object, end: WorkerExit | None) -> int:
     return (shell_code(end.code) if end is not None else 0) or 1
 
 
-_OURS = ("UserError", "PlanError", "WorkerError", "MemberLost", "Preempted", "BugError")
+_OURS = ("UserError", "PlanError", "WorkerError", "MemberLost", "Preempted", "Retryable", "BugError")
 """Errors of ours are whole sentences."""
 
 

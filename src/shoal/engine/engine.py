@@ -5,8 +5,10 @@ from typing import Protocol
 
 from shoal.spec.job import WorkerExit, WorkerSpec
 
-# An engine that gives its workers a control channel puts the descriptor's number in place of this word of a command.
+# An engine puts the numbers of descriptors in place of these words of a command: the pipe on which a worker writes to
+# the launcher, and the one on which it reads. Without the second word there is no second pipe.
 CONTROL_FD = "{control_fd}"
+WORLD_FD = "{world_fd}"
 
 
 class Engine(Protocol):
@@ -17,7 +19,10 @@ class Engine(Protocol):
     """
 
     def start(self, workers: Sequence[WorkerSpec]) -> None:
-        """Start all workers, or none: where one cannot be started, those before it are ended; raises UserError."""
+        """Start all workers, or none: where one cannot be started, those before it are ended; raises UserError.
+
+        May be called again for further workers, and for a rank whose worker has ended: its log is appended to.
+        """
         ...
 
     def poll(self, timeout_seconds: float = 0.0) -> Sequence[WorkerExit]:
@@ -25,6 +30,18 @@ class Engine(Protocol):
 
         Waits at most `timeout_seconds` and returns earlier when something happened, which may be output alone.
         """
+        ...
+
+    def tell(self, rank: int, line: bytes) -> bool:
+        """Send a line to a worker, without waiting for it. False where it cannot arrive any more.
+
+        The worker reads it, with a newline after it, from the descriptor in place of `WORLD_FD` in its command; an
+        end of file there means that the launcher is gone. A worker that does not read costs bounded memory.
+        """
+        ...
+
+    def kill(self, rank: int) -> bool:
+        """Kill a worker and all it started; False where none is running. `poll` reports its exit."""
         ...
 
     def stop(self, grace_seconds: float) -> None:

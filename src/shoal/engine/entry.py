@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 
-from shoal.engine.engine import CONTROL_FD
+from shoal.engine.engine import CONTROL_FD, WORLD_FD
 from shoal.spec.errors import UserError
 from shoal.spec.job import Job
 
@@ -32,9 +32,9 @@ def entry_of(job: Job) -> tuple[str, ...]:
     return ("script", job.script or "", *job.args)
 
 
-def command_of(python: str, rank: int, entry: Sequence[str]) -> tuple[str, ...]:
-    """The command line of one worker."""
-    return (python, WORKER_FILE, CONTROL_FD, str(rank), *entry)
+def command_of(python: str, rank: int, entry: Sequence[str], *, is_elastic: bool = False) -> tuple[str, ...]:
+    """The command line of one worker. One of an elastic run is told who takes part."""
+    return (python, WORKER_FILE, CONTROL_FD, WORLD_FD if is_elastic else "", str(rank), *entry)
 
 
 def find_python(name: str | None) -> str:

@@ -17,7 +17,8 @@ class RunFacts:
     """What is the same for every worker of a run on this machine.
 
     `worker_ports` holds one port a worker, for frameworks in which every worker listens; else it is empty.
-    `cores` is what all workers share.
+    `cores` is what all workers share. `min_workers` is None for a run that ends with the first failure; of an elastic
+    one `num_workers` is the largest number, and stays the same for the whole run.
     """
 
     name: str
@@ -27,6 +28,7 @@ class RunFacts:
     cores: int
     worker_ports: tuple[int, ...] = ()
     generation: int = 0
+    min_workers: int | None = None
     is_resumed: bool = False
     has_tensorboard: bool = False
 
@@ -38,6 +40,10 @@ class WorkerFacts:
     `run_dir` and `control_fd` are None without a launcher. `is_resumed`: continue from the newest valid checkpoint.
     `is_measured`: end after a few steps and say how fast they were. `faults`: what is to go wrong on purpose, as JSON
     or as `@` and the path of a file with it.
+
+    `is_elastic`: the number of workers may change while it runs, and `world_fd` is where the launcher says so, in
+    lines of JSON; an end of file there means that it is gone. `incarnation` counts the processes that had this rank
+    before; `rank` and `world_size` are then the worker's number and the largest number of workers.
     """
 
     rank: int = 0
@@ -51,8 +57,11 @@ class WorkerFacts:
     run_name: str | None = None
     run_dir: str | None = None
     control_fd: int | None = None
+    world_fd: int | None = None
     generation: int = 0
     options: dict[str, str] = field(default_factory=dict)
+    incarnation: int = 0
+    is_elastic: bool = False
     is_resumed: bool = False
     is_measured: bool = False
     faults: str = ""
@@ -61,10 +70,12 @@ class WorkerFacts:
 def read_worker(env: Mapping[str, str] | None = None) -> WorkerFacts:
     """Who this process is: from `shoal run`, from torchrun or anything that sets its variables, or alone.
 
-    The control channel belongs to the worker itself, never to processes it starts: they inherit the variables but not
-    the descriptor, whose number may mean something else there.
+    The channels to and from the launcher belong to the worker itself, never to processes it starts: they inherit the
+    variables but not the descriptors, whose numbers may mean something else there.
     """
     env = os.environ if env is None else env
+    has_channels = env.get("SHOAL_CONTROL_PID") == str(os.getpid())
+    world_fd = _int(env, "SHOAL_WORLD_FD", -1) if has_channels and env.get("SHOAL_WORLD_FD") else None
     world_size = _int(env, "WORLD_SIZE", 1)
     local_world_size = _int(env, "LOCAL_WORLD_SIZE", world_size)
     return WorkerFacts(
@@ -78,9 +89,12 @@ def read_worker(env: Mapping[str, str] | None = None) -> WorkerFacts:
         master_port=_int(env, "MASTER_PORT", 0),
         run_name=env.get("SHOAL_RUN_NAME"),
         run_dir=env.get("SHOAL_RUN_DIR"),
-        control_fd=_int(env, "SHOAL_CONTROL_FD", -1) if env.get("SHOAL_CONTROL_PID") == str(os.getpid()) else None,
+        control_fd=_int(env, "SHOAL_CONTROL_FD", -1) if has_channels else None,
+        world_fd=world_fd,
         generation=_int(env, "SHOAL_GENERATION", 0),
         options=_options(env.get("SHOAL_OPTIONS", "{}")),
+        incarnation=_int(env, "SHOAL_INCARNATION", 0),
+        is_elastic=world_fd is not None,
         is_resumed=env.get("SHOAL_RESUME") == "1",
         is_measured=env.get("SHOAL_MEASURE") == "1",
         faults=env.get("SHOAL_FAULTS", ""),
@@ -109,7 +123,9 @@ def _options(text: str) -> dict[str, str]:
     return {str(key): str(value) for key, value in options.items()}
 
 
-def worker_env(job: Job, rank: int, run: RunFacts, inherited: Mapping[str, str]) -> dict[str, str]:
+def worker_env(
+    job: Job, rank: int, run: RunFacts, inherited: Mapping[str, str], incarnation: int = 0
+) -> dict[str, str]:
     """The whole environment of one worker.
 
     What the user set wins over our defaults, the facts of this run win over what an outer launcher left behind, and
@@ -120,7 +136,7 @@ def worker_env(job: Job, rank: int, run: RunFacts, inherited: Mapping[str, str])
         env.setdefault(name, value)
     if job.threads_per_worker:
         env |= _thread_variables(job.threads_per_worker)
-    env |= _torchrun(rank, run) | _shoal(job, run)
+    env |= _torchrun(rank, run) | _shoal(job, run) | {"SHOAL_INCARNATION": str(incarnation)}
     if job.framework == "tensorflow":
         env["TF_CONFIG"] = tf_config(rank, run.worker_ports)
     return {**env, **job.env}

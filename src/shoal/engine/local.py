@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from shoal.engine.engine import CONTROL_FD
+from shoal.engine.engine import CONTROL_FD, WORLD_FD
 from shoal.engine.guard import is_group_alive, signal_group
+from shoal.engine.outbox import Outbox
 from shoal.engine.processes import open_pid_fd, start_guard
 from shoal.spec.errors import UserError
 from shoal.spec.job import WorkerExit, WorkerSpec
@@ -52,9 +53,11 @@ class _Worker:
     output_fd: int
     control_fd: int
     log_fd: int
+    outbox: Outbox | None = None
     pid_fd: int = -1
     control_rest: bytes = b""
     is_log_broken: bool = False
+    is_told_later: bool = False
     linger_until: float | None = None
 
 
@@ -73,16 +76,16 @@ class LocalEngine:
         *,
         stdin_fd: int | None = None,
         inherit_fds: Mapping[int, Sequence[int]] | None = None,
-        wake_fd: int | None = None,
+        wake_fds: Sequence[int] = (),
     ) -> None:
         """`stdin_fd` becomes the input of rank 0, others read nothing. `inherit_fds` are kept open, by rank.
 
-        When `wake_fd` becomes readable, `poll` returns early; whoever gave it reads it.
+        When one of `wake_fds` becomes readable, `poll` returns early; whoever gave it reads it.
         """
         self._listener = listener or Listener()
         self._stdin_fd = stdin_fd
         self._inherit_fds = inherit_fds or {}
-        self._wake_fd = wake_fd
+        self._wake_fds = wake_fds
         self._selector: selectors.BaseSelector | None = None
         self._running: list[_Worker] = []
         self._lingering: list[_Worker] = []
@@ -90,16 +93,19 @@ class LocalEngine:
         self._guard: subprocess.Popen[bytes] | None = None
 
     def start(self, workers: Sequence[WorkerSpec]) -> None:
-        self._selector = selectors.DefaultSelector()
-        if self._wake_fd is not None:
-            self._selector.register(self._wake_fd, selectors.EVENT_READ, _ignore)
+        others = list(self._running)
+        self._open()
         try:
             for spec in workers:
                 self._running.append(self._spawn(spec))
             # Last, so that no worker waits for it.
-            self._guard = start_guard([worker.process.pid for worker in self._running])
+            self._have_guarded([worker.process.pid for worker in self._running if worker not in others])
         except BaseException:
-            self.stop(0.0)
+            for worker in self._running:
+                if worker not in others:
+                    worker.process.kill()
+            if not others:
+                self.stop(0.0)
             raise
 
     def poll(self, timeout_seconds: float = 0.0) -> Sequence[WorkerExit]:
@@ -107,6 +113,21 @@ class LocalEngine:
             self._wait(timeout_seconds)
         exits, self._exits = self._exits, []
         return exits
+
+    def tell(self, rank: int, line: bytes) -> bool:
+        worker = self._find(rank)
+        if worker is None or worker.outbox is None or not worker.outbox.put(line + b"\n"):
+            return False
+        self._send(worker)
+        return True
+
+    def kill(self, rank: int) -> bool:
+        worker = self._find(rank)
+        if worker is None:
+            return False
+        # What it started is ended when its exit is seen, a moment later, as with every death.
+        worker.process.kill()
+        return True
 
     def stop(self, grace_seconds: float) -> None:
         self.signal(signal.SIGTERM)
@@ -122,10 +143,26 @@ class LocalEngine:
         """The processes that run now, by rank."""
         return {worker.rank: worker.process.pid for worker in self._running}
 
-    def signal(self, number: int) -> None:
-        """Send a signal to all workers and all they started."""
+    def signal(self, number: int, rank: int | None = None) -> None:
+        """Send a signal to all workers and all they started, or to one of them."""
         for worker in [*self._running, *self._lingering]:
-            signal_group(worker.process.pid, number)
+            if rank is None or worker.rank == rank:
+                signal_group(worker.process.pid, number)
+
+    def _find(self, rank: int) -> _Worker | None:
+        return next((worker for worker in self._running if worker.rank == rank), None)
+
+    def _open(self) -> None:
+        if self._selector is None:
+            self._selector = selectors.DefaultSelector()
+            for fd in self._wake_fds:
+                self._selector.register(fd, selectors.EVENT_READ, _ignore)
+
+    def _have_guarded(self, groups: Sequence[int]) -> None:
+        if self._guard is None:
+            self._guard = start_guard(groups)
+        else:
+            self._tell_guard("".join(f"+{group}\n" for group in groups))
 
     def _spawn(self, spec: WorkerSpec) -> _Worker:
         opened: list[int] = []
@@ -133,15 +170,17 @@ class LocalEngine:
             opened.append(os.open(spec.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644))
             opened.extend(os.pipe())
             opened.extend(os.pipe())
-            log_fd, output_fd, output_end, control_fd, control_end = opened
-            process = self._execute(spec, output_end, control_end)
+            if WORLD_FD in spec.command:
+                opened.extend(os.pipe())
+            log_fd, output_fd, output_end, control_fd, control_end, *world = opened
+            process = self._execute(spec, output_end, control_end, *world[:1])
         except OSError as error:
             _close_all(opened)
             raise _cannot_start(spec, error) from error
         except BaseException:
             _close_all(opened)
             raise
-        _close_all([output_end, control_end])
+        _close_all([output_end, control_end, *world[:1]])
         worker = _Worker(
             rank=spec.rank,
             log_path=spec.log_path,
@@ -149,22 +188,27 @@ class LocalEngine:
             output_fd=output_fd,
             control_fd=control_fd,
             log_fd=log_fd,
+            outbox=Outbox(world[1]) if world else None,
             pid_fd=open_pid_fd(process.pid),
         )
         self._watch(worker)
         return worker
 
-    def _execute(self, spec: WorkerSpec, output_end: int, control_end: int) -> subprocess.Popen[bytes]:
+    def _execute(
+        self, spec: WorkerSpec, output_end: int, control_end: int, world_end: int = -1
+    ) -> subprocess.Popen[bytes]:
         _enlarge(output_end)
         has_input = spec.rank == 0 and self._stdin_fd is not None
+        numbers = {CONTROL_FD: str(control_end), WORLD_FD: str(world_end)}
+        passed = (control_end, world_end) if world_end >= 0 else (control_end,)
         return subprocess.Popen(
-            [str(control_end) if part == CONTROL_FD else part for part in spec.command],
+            [numbers.get(part, part) for part in spec.command],
             stdin=self._stdin_fd if has_input else subprocess.DEVNULL,
             stdout=output_end,
             stderr=output_end,
             env=dict(spec.env),
             cwd=spec.working_dir,
-            pass_fds=(control_end, *self._inherit_fds.get(spec.rank, ())),
+            pass_fds=(*passed, *self._inherit_fds.get(spec.rank, ())),
             start_new_session=True,
         )
 
@@ -229,9 +273,21 @@ class LocalEngine:
             worker.control_fd = -1
             return False
         *lines, worker.control_rest = (worker.control_rest + data).split(b"\n")
-        for line in lines:
+        # After its end only processes it forked can write here, and its rank may belong to another worker by now.
+        for line in lines if worker.linger_until is None else ():
             self._listener.control(worker.rank, line)
         return True
+
+    def _send(self, worker: _Worker) -> None:
+        """Send what the pipe takes now; the rest waits until the worker has read."""
+        assert self._selector is not None
+        assert worker.outbox is not None
+        is_waiting = worker.outbox.flush()
+        if is_waiting and not worker.is_told_later:
+            self._selector.register(worker.outbox.fd, selectors.EVENT_WRITE, partial(self._send, worker))
+        elif worker.is_told_later and not is_waiting:
+            self._selector.unregister(worker.outbox.fd)
+        worker.is_told_later = is_waiting
 
     def _retire(self, worker: _Worker) -> None:
         """A worker ended: take its last words, then report its exit."""
@@ -240,11 +296,20 @@ class LocalEngine:
                 if getattr(worker, name) < 0 or not read(worker):
                     break
         self._running.remove(worker)
+        self._hang_up(worker)
         self._exits.append(WorkerExit(rank=worker.rank, code=worker.process.returncode, time=time.time()))
         if signal_group(worker.process.pid, signal.SIGTERM):
             signal_group(worker.process.pid, signal.SIGCONT)
         worker.linger_until = time.monotonic() + LINGER_SECONDS
         self._lingering.append(worker)
+
+    def _hang_up(self, worker: _Worker) -> None:
+        if worker.outbox is not None:
+            if worker.is_told_later:
+                assert self._selector is not None
+                self._selector.unregister(worker.outbox.fd)
+                worker.is_told_later = False
+            worker.outbox.close()
 
     def _let_go(self, worker: _Worker) -> None:
         """Forget a worker that ended once everything it started has ended too, which is seen to."""

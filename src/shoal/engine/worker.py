@@ -1,9 +1,10 @@
 """The first code of a worker: runs the user's program as `python` would, and tells the launcher how it failed.
 
-Run by path, as `python worker.py CONTROL_FD RANK KIND TARGET ...`, and importing nothing of shoal: `--python` may
-name an interpreter that does not have it, and a `shoal.py` beside the user's script must not get in the way. KIND
-says what TARGET is: `script` (a file), `module` (as with `python -m`), `program` (anything executable), or `call`
-(descriptors of a pickled call and of the file for its result).
+Run by path, as `python worker.py CONTROL_FD WORLD_FD RANK KIND TARGET ...`, and importing nothing of shoal:
+`--python` may name an interpreter that does not have it, and a `shoal.py` beside the user's script must not get in the
+way. WORLD_FD is empty where the run is not elastic. KIND says what TARGET is: `script` (a file), `module` (as with
+`python -m`), `program` (anything executable), or `call` (descriptors of a pickled call and of the file for its
+result).
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__))
 
 
-def main(control_fd: str, rank: str, kind: str, target: str, *args: str) -> None:
+def main(control_fd: str, world_fd: str, rank: str, kind: str, target: str, *args: str) -> None:
     """Run what the arguments say. An exception of the program is reported and becomes an exit code."""
     end_with_parent()
     control = Control(int(control_fd), int(rank))
+    own_pipe("SHOAL_WORLD_FD", world_fd)
     faulthandler.enable()
     pid = os.getpid()
     try:
@@ -106,8 +108,8 @@ def run_module(name: str, args: list[str]) -> None:
 
 def run_program(path: str, args: list[str]) -> None:
     """Become another program."""
-    # It does not inherit the pipe, so it must not be told about one.
-    del os.environ["SHOAL_CONTROL_FD"], os.environ["SHOAL_CONTROL_PID"]
+    # It does not inherit the pipes, so it must not be told about them.
+    del os.environ["SHOAL_CONTROL_FD"], os.environ["SHOAL_WORLD_FD"], os.environ["SHOAL_CONTROL_PID"]
     try:
         os.execv(path, [path, *args])
     except OSError as error:
@@ -176,15 +178,21 @@ def new_main(path: str | None) -> ModuleType:
     return module
 
 
+def own_pipe(name: str, fd: str) -> None:
+    """Say in a variable which descriptor a pipe is; the variable is set in any case, so that no outer one is seen."""
+    os.environ[name] = fd
+    if fd:
+        # Programs that the worker starts could not know what it is.
+        os.set_inheritable(int(fd), False)
+
+
 class Control:
     """The pipe to the launcher. Ours is a copy: whoever else uses the pipe may close theirs."""
 
     def __init__(self, fd: int, rank: int) -> None:
         self.fd = os.dup(fd)
         self.rank = rank
-        # Programs that the worker starts could not know what it is.
-        os.set_inheritable(fd, False)
-        os.environ["SHOAL_CONTROL_FD"] = str(fd)
+        own_pipe("SHOAL_CONTROL_FD", str(fd))
         os.environ["SHOAL_CONTROL_PID"] = str(os.getpid())
 
     def report(self, error: BaseException) -> int:
@@ -203,6 +211,7 @@ class Control:
         """An error that says itself what to do is shown without a traceback; the launcher still gets one."""
         error.at(rank=self.rank, where=place_of(error))
         facts = {name: getattr(error, name) for name in ("message", "why", "hint", "step", "exit_code")}
+        facts["is_retryable"] = isinstance(error, getattr(sys.modules["shoal.spec.errors"], "Retryable", ()))
         self.send(error, facts, error.where)
         sys.stdout.flush()
         sys.stderr.write(error.render() + "\n")

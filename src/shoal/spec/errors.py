@@ -99,6 +99,16 @@ class Preempted(ShoalError):
     exit_code = 5
 
 
+class Retryable(ShoalError):
+    """What failed may work in a new process: a worker of an elastic run that raises this is replaced.
+
+    Raise it, or a class derived from it, for what comes and goes: a server that does not answer, a lost connection.
+    In a run that is not elastic it is an error like any other.
+    """
+
+    exit_code = 75
+
+
 class BugError(ShoalError):
     """Our fault. Please report it."""
 

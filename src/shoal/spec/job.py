@@ -9,12 +9,15 @@ class Job:
     """One piece of work as it was asked for. Exactly one of `script` and `module` is set.
 
     `num_workers` None means auto: measure, then choose. `threads_per_worker` None means: what fits the cores.
+    `min_workers` None means: any failure ends the run. With a number the run is elastic: it starts with `num_workers`,
+    workers that are lost are replaced, and it goes on while at least `min_workers` are there.
     """
 
     script: str | None = None
     module: str | None = None
     args: tuple[str, ...] = ()
     num_workers: int | None = 1
+    min_workers: int | None = None
     threads_per_worker: int | None = None
     python: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)

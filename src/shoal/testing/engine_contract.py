@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.engine.engine import Engine
+from shoal.engine.engine import WORLD_FD, Engine
 from shoal.spec.errors import UserError
 from shoal.spec.job import WorkerExit, WorkerSpec
 
@@ -26,10 +26,10 @@ TIMEOUT_SECONDS = 20.0
 
 
 def shell(tmp_path: Path, rank: int, program: str, **env: str) -> WorkerSpec:
-    """A worker that runs a shell program."""
+    """A worker that runs a shell program, which reads what it is told from `/dev/fd/$1`."""
     return WorkerSpec(
         rank=rank,
-        command=("/bin/sh", "-c", program),
+        command=("/bin/sh", "-c", program, "sh", WORLD_FD),
         env={"PATH": os.defpath, "RANK": str(rank), **env},
         working_dir=str(tmp_path),
         log_path=str(tmp_path / f"{rank}.log"),
@@ -152,3 +152,77 @@ class EngineContract:
             engine.start([shell(tmp_path, 0, "sleep 30"), missing])
         assert "Worker 1" in caught.value.message
         assert str(tmp_path / "nothing") in caught.value.why
+
+    def test_more_workers_may_be_started_while_it_runs(self, engine: Engine, tmp_path: Path) -> None:
+        engine.start([shell(tmp_path, 0, "while [ ! -e go ]; do sleep 0.02; done")])
+        engine.start([shell(tmp_path, 1, "exit 3"), shell(tmp_path, 2, "exit 4")])
+        assert [(end.rank, end.code) for end in wait_for_exits(engine, 2)] == [(1, 3), (2, 4)]
+        (tmp_path / "go").touch()
+        assert codes(wait_for_exits(engine, 1)) == [0]
+
+    def test_a_worker_that_ended_may_be_replaced(self, engine: Engine, tmp_path: Path) -> None:
+        engine.start([shell(tmp_path, 0, "echo first; exit 1"), shell(tmp_path, 1, "sleep 30")])
+        assert codes(wait_for_exits(engine, 1)) == [1]
+        engine.start([shell(tmp_path, 0, "echo second; exit 2")])
+        assert codes(wait_for_exits(engine, 1)) == [2]
+        assert (tmp_path / "0.log").read_text() == "first\nsecond\n"
+
+    def test_one_that_cannot_be_started_does_not_harm_those_that_run(self, engine: Engine, tmp_path: Path) -> None:
+        engine.start([shell(tmp_path, 0, "while [ ! -e go ]; do sleep 0.02; done; exit 5")])
+        missing = WorkerSpec(
+            rank=1, command=(str(tmp_path / "nothing"),), env={}, working_dir=".", log_path=str(tmp_path / "1.log")
+        )
+        with pytest.raises(UserError):
+            engine.start([missing])
+        (tmp_path / "go").touch()
+        assert codes(wait_for_exits(engine, 1)) == [5]
+
+    def test_one_worker_is_killed_and_the_others_live(self, engine: Engine, tmp_path: Path) -> None:
+        child = "trap '' TERM; while :; do echo alive >> beats$RANK; sleep 0.02; done"
+        engine.start([shell(tmp_path, rank, f"({child}) & wait") for rank in range(2)])
+        for rank in range(2):
+            wait_for_file(tmp_path / f"beats{rank}")
+        assert engine.kill(1)
+        assert [(end.rank, end.code) for end in wait_for_exits(engine, 1)] == [(1, -signal.SIGKILL)]
+        assert not engine.kill(1)
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            engine.poll(0.05)
+        before = [(tmp_path / f"beats{rank}").stat().st_size for rank in range(2)]
+        time.sleep(0.15)
+        after = [(tmp_path / f"beats{rank}").stat().st_size for rank in range(2)]
+        assert after[0] > before[0]
+        assert after[1] == before[1], "what the worker started lives on"
+
+    def test_a_stopped_worker_can_be_killed(self, engine: Engine, tmp_path: Path) -> None:
+        engine.start([shell(tmp_path, 0, "echo $$ > pid; sleep 30")])
+        os.kill(int(wait_for_file(tmp_path / "pid")), signal.SIGSTOP)
+        engine.kill(0)
+        assert codes(wait_for_exits(engine, 1)) == [-signal.SIGKILL]
+
+    def test_a_worker_is_told_lines_in_order(self, engine: Engine, tmp_path: Path) -> None:
+        engine.start([shell(tmp_path, 0, "exec 4</dev/fd/$1; read a <&4; read b <&4; echo $b $a")])
+        assert engine.tell(0, b"one")
+        assert engine.tell(0, b"two")
+        wait_for_exits(engine, 1)
+        assert (tmp_path / "0.log").read_text() == "two one\n"
+        assert not engine.tell(0, b"three")
+        assert not engine.tell(7, b"nobody")
+
+    def test_a_long_line_arrives_whole(self, engine: Engine, tmp_path: Path) -> None:
+        engine.start([shell(tmp_path, 0, "sleep 0.2; head -n 1 /dev/fd/$1 | wc -c")])
+        assert engine.tell(0, b"x" * 1_000_000)
+        wait_for_exits(engine, 1)
+        assert int((tmp_path / "0.log").read_text()) == 1_000_001
+
+    def test_a_worker_that_never_reads_blocks_nobody(self, engine: Engine, tmp_path: Path) -> None:
+        engine.start([shell(tmp_path, 0, "sleep 30"), shell(tmp_path, 1, "head -n 1 /dev/fd/$1")])
+        started = time.monotonic()
+        told = 0
+        while engine.tell(0, b"x" * 100_000) and told < 10_000:
+            told += 1
+        assert told < 10_000, "what is not read is kept without a bound"
+        assert engine.tell(1, b"hello")
+        wait_for_exits(engine, 1)
+        assert time.monotonic() - started < 5.0
+        assert (tmp_path / "1.log").read_text() == "hello\n"
