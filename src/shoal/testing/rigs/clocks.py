@@ -1,0 +1,54 @@
+"""Clocks that jump: the wall clock of a process moves, its monotonic clock does not."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shoal.testing.rigs import leftovers
+from shoal.testing.rigs.machine import RigMissing, require
+
+
+class Clock:
+    """The wall clock of the processes that are started with `env`. Made by `clock_jump`."""
+
+    def __init__(self, library: Path, offset: Path) -> None:
+        self._offset = offset
+        self.env = {
+            "LD_PRELOAD": str(library),
+            "FAKETIME_TIMESTAMP_FILE": str(offset),
+            # Looked at in every call, so that a jump is seen at once.
+            "FAKETIME_NO_CACHE": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+            "DONT_FAKE_MONOTONIC": "1",
+        }
+
+    def jump(self, seconds: float) -> None:
+        """Set the clock so far off the true time; negative is into the past."""
+        passing = self._offset.with_suffix(".new")
+        passing.write_text(f"{seconds:+f}s\n")
+        os.replace(passing, self._offset)
+
+
+@contextmanager
+def clock_jump(seconds: float = 0.0) -> Iterator[Clock]:
+    """A clock that is off by so much, and can jump: `subprocess.run(command, env={**os.environ, **clock.env})`.
+
+    Needs the package `libfaketime`, not root.
+    """
+    require("rigs.clock_jump", "libfaketime")
+    library = _find_library()
+    with leftovers.rig_folder() as folder:
+        clock = Clock(library, folder / "offset")
+        clock.jump(seconds)
+        yield clock
+
+
+def _find_library() -> Path:
+    from importlib.util import find_spec
+
+    spec = find_spec("libfaketime")
+    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for library in sorted(Path(place).rglob("libfaketime*.so*")):
+            return library
+    raise RigMissing("rigs.clock_jump is not possible here.", why="libfaketime has no library for this machine")

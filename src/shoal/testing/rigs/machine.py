@@ -1,0 +1,121 @@
+"""What rigs need of a machine: root, tools, parts of the kernel. And what to do where it is missing."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from shoal.spec.errors import UserError
+from shoal.testing.rigs import cgroups
+
+LACKS = "this machine lacks"
+"""How the reasons of tests begin that are skipped for want of something."""
+
+
+class RigMissing(UserError):
+    """This machine cannot have the rig. `why` says what is missing and `hint` how to get it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Something a rig needs. `find` returns why it is not there, or nothing where it is."""
+
+    find: Callable[[], str]
+    hint: str
+
+
+def _tool(name: str, package: str) -> Need:
+    def find() -> str:
+        return "" if shutil.which(name) else f"there is no program `{name}`"
+
+    return Need(find, f"`apt-get install {package}`, or what your system calls it")
+
+
+def _works(*command: str) -> Callable[[], str]:
+    def find() -> str:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"`{' '.join(command)}` failed: {error}"
+        return "" if done.returncode == 0 else f"`{' '.join(command)}` failed: {done.stderr.strip()[:200]}"
+
+    return find
+
+
+def _cgroup(controller: str) -> Need:
+    def find() -> str:
+        return "" if cgroups.find_parent(controller) else f"no control group for {controller} can be made here"
+
+    return Need(find, "run as root where /sys/fs/cgroup is mounted writable (in a container: `--privileged`)")
+
+
+def _is_there(path: str) -> Callable[[], str]:
+    return lambda: "" if os.path.exists(path) else f"there is no {path}"
+
+
+_PRIVILEGED = "run as root; in a container, start it with `--privileged`"
+
+NEEDS = {
+    "root": Need(lambda: "" if os.geteuid() == 0 else "you are not root", _PRIVILEGED),
+    "ip": _tool("ip", "iproute2"),
+    "tc": _tool("tc", "iproute2"),
+    "nsenter": _tool("nsenter", "util-linux"),
+    "mount": _tool("mount", "mount"),
+    "gcc": _tool("gcc", "gcc libc6-dev"),
+    "mkfs.ext4": _tool("mkfs.ext4", "e2fsprogs"),
+    "network namespaces": Need(_works("unshare", "--net", "true"), _PRIVILEGED),
+    "mounting": Need(_works("unshare", "--mount", "true"), _PRIVILEGED),
+    "tun devices": Need(_is_there("/dev/net/tun"), "load the kernel's `tun` module"),
+    "loop devices": Need(_is_there("/dev/loop-control"), "load the kernel's `loop` module"),
+    "strace": Need(
+        _works("strace", "-qq", "-o", "/dev/null", "true"), "`apt-get install strace`, and allow tracing (ptrace)"
+    ),
+    "memory cgroups": _cgroup("memory"),
+    "cpu cgroups": _cgroup("cpu"),
+    "freezer cgroups": _cgroup("freezer"),
+    "libfaketime": Need(
+        lambda: "" if importlib.util.find_spec("libfaketime") else "the package libfaketime is not installed",
+        "`pip install libfaketime`",
+    ),
+}
+
+
+@cache
+def _find(name: str) -> str:
+    return NEEDS[name].find()
+
+
+def require(rig: str, *names: str) -> None:
+    """Raise RigMissing for the first of these that the machine lacks."""
+    for name in names:
+        if why := _find(name):
+            raise RigMissing(f"{rig} is not possible here: {LACKS} {name}.", why=why, hint=NEEDS[name].hint)
+
+
+def needs(*names: str) -> Any:
+    """A mark for tests: skipped where the machine lacks one of these, with the reason said."""
+    import pytest
+
+    missing = [name for name in names if _find(name)]
+    return pytest.mark.skipif(bool(missing), reason=f"{LACKS} {', '.join(missing)}")
+
+
+def call(*command: str, rig: str = "the rig", is_checked: bool = True) -> str:
+    """Run a system tool. Where it refuses, the kernel lacks something: RigMissing with what it said."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if is_checked and done.returncode != 0:
+        raise RigMissing(
+            f"{rig} is not possible here: `{' '.join(command)}` failed.",
+            why=(done.stderr or done.stdout).strip()[:400],
+            hint="the kernel may lack what it needs; a newer one, or another machine, may have it",
+        )
+    return done.stdout
+
+
+def call_each(*commands: Sequence[str], rig: str) -> None:
+    for command in commands:
+        call(*command, rig=rig)
