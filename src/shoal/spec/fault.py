@@ -79,12 +79,15 @@ class Fault:
 
 
 def _check_words(fault: Fault) -> None:
-    if fault.kind not in KINDS:
+    if not isinstance(fault.kind, str) or fault.kind not in KINDS:
         raise _unknown("fault", fault.kind, KINDS)
     if fault.at not in POINTS:
         raise _unknown("point", fault.at, POINTS)
     if not isinstance(fault.error, str) or not isinstance(fault.retryable, bool):
-        raise UserError(f"error= of a {fault.kind} is a text, and retryable= is true or false.")
+        raise UserError(
+            f"error= of a {fault.kind} is a text, and retryable= is true or false.",
+            why=f"they are {fault.error!r} and {fault.retryable!r}",
+        )
     said = fault.to_plain().keys() - _ALWAYS
     if extra := sorted(said - KINDS[fault.kind]):
         known = ", ".join(sorted(KINDS[fault.kind])) or "nothing more"

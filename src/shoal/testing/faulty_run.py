@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.spec.errors import UserError
 from shoal.testing.faults import MAX_VARIABLE_BYTES, FaultyRun
 
 if TYPE_CHECKING:
@@ -47,14 +48,31 @@ def make_job(
     from shoal.spec.job import Job
 
     script, *args = command
+    least, most = parse_workers(num_workers)
     return Job(
         script=script,
         args=tuple(args),
-        num_workers=int(num_workers),
+        num_workers=most,
+        min_workers=least,
         env=env,
         options=options,
         working_dir=os.getcwd(),
     )
+
+
+def parse_workers(num_workers: int | str) -> tuple[int | None, int]:
+    """The fewest (None where the run is not elastic) and the most workers of `3` or `"2:4"`."""
+    least, colon, most = str(num_workers).rpartition(":")
+    try:
+        counts = int(least) if colon else None, int(most)
+    except ValueError:
+        counts = None, 0
+    if counts[1] < 1 or not 1 <= (counts[0] or 1) <= counts[1] or counts[0] == 0:
+        raise UserError(
+            f"num_workers is {num_workers!r}.",
+            hint="give a whole number, 1 or more, or the fewest and the most: '2:4'",
+        )
+    return counts
 
 
 def variables(faults: "Faults", folder: str) -> dict[str, str]:

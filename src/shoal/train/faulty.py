@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.engine.env import WorkerFacts
 from shoal.observe.folder import read_facts
 from shoal.observe.journal import Journal
-from shoal.spec.errors import UserError
+from shoal.spec.errors import Retryable, UserError
 from shoal.spec.event import Event
 from shoal.spec.fault import Fault, decode
 from shoal.train.rigged import fill_disk, is_rigged_network, rigged_disk, set_links
@@ -32,16 +32,12 @@ _HOOKS = {"nan": "loss", "corrupt": "weights"}
 class FaultError(RuntimeError):
     """What a `fail` raises: an error of the user's own code, as far as anybody can tell."""
 
-    def __init__(self, message: str, is_retryable: bool = False) -> None:
-        super().__init__(message)
-        self.is_retryable = is_retryable
 
-
-def read_faults(facts: WorkerFacts, run_dir: str | None, incarnation: int = 0) -> "FaultPlan | None":
+def read_faults(facts: WorkerFacts, run_dir: str | None) -> "FaultPlan | None":
     """What is to go wrong in this process; None, which costs nothing, where nothing is."""
     if not facts.faults:
         return None
-    faults = _mine(_decode(facts.faults), facts.rank, incarnation)
+    faults = _mine(_decode(facts.faults), facts.rank, facts.incarnation)
     return FaultPlan(faults, rank=facts.rank, run_dir=run_dir, generation=facts.generation) if faults else None
 
 
@@ -131,19 +127,17 @@ class FaultPlan:
         """Whether this fault has not struck yet, in any process of the run; from now on it has."""
         if self._run_dir is None:
             return True
-        folder = os.path.join(self._run_dir, "faults")
+        note = os.path.join(self._run_dir, "faults", str(number))
         try:
-            os.makedirs(folder, exist_ok=True)
-            os.close(os.open(os.path.join(folder, str(number)), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-        except FileExistsError:
-            self._last[number] = sys.maxsize
-            return False
+            os.makedirs(os.path.dirname(note), exist_ok=True)
+            os.close(os.open(note, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+            return True
         except OSError as error:
-            # Without a note it might strike again and again, so it does not.
-            print(f"shoal: fault {number} could not be noted and is left out: {error}", file=sys.stderr, flush=True)
             self._last[number] = sys.maxsize
+            if not os.path.exists(note):
+                # Without a note it might strike again and again, so it does not.
+                print(f"shoal: fault {number} cannot be noted and is left out: {error}", file=sys.stderr, flush=True)
             return False
-        return True
 
     def _tell(self, fault: Fault, step: int) -> None:
         if self._run_dir is None:
@@ -181,7 +175,7 @@ class FaultPlan:
         time.sleep(fault.seconds or 0.0)
 
     def _fail(self, fault: Fault) -> None:
-        raise FaultError(fault.error, fault.retryable)
+        raise Retryable(fault.error) if fault.retryable else FaultError(fault.error)
 
     def _partition(self, fault: Fault) -> None:
         if not is_rigged_network():

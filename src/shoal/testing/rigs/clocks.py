@@ -49,6 +49,7 @@ def _find_library() -> Path:
 
     spec = find_spec("libfaketime")
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
-        for library in sorted(Path(place).rglob("libfaketime*.so*")):
+        # The one with MT in its name is for programs with threads.
+        for library in sorted(Path(place).rglob("libfaketime*.so*"), reverse=True):
             return library
     raise RigMissing("rigs.clock_jump is not possible here.", why="libfaketime has no library for this machine")

@@ -1,7 +1,9 @@
 """Disks that are small, full, read-only, or lose their power."""
 
+import fcntl
 import os
 import shutil
+import struct
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +18,7 @@ from shoal.testing.rigs.processes import stopped
 from shoal.train.rigged import fill_disk
 
 _TRIES = 100
+_SHUTDOWN, _WITHOUT_FLUSH = 0x8004587D, 2  # EXT4_IOC_SHUTDOWN, EXT4_GOING_FLAGS_NOLOGFLUSH
 
 
 class SmallDisk:
@@ -34,14 +37,22 @@ class SmallDisk:
             filler.unlink(missing_ok=True)
 
     def read_only(self) -> None:
-        """Let every write fail, also to files that are open already.
-
-        The kernel refuses while a file is open for writing; then it says so (RigMissing).
-        """
-        call("mount", "-o", "remount,ro", str(self.path), rig="a read-only disk")
+        """Let every change fail (EROFS). The kernel refuses while a file there is open for writing."""
+        self._remount("ro")
 
     def writable(self) -> None:
-        call("mount", "-o", "remount,rw", str(self.path), rig="a writable disk")
+        """Undo `read_only`."""
+        self._remount("rw")
+
+    def _remount(self, how: str) -> None:
+        command = ["mount", "-o", f"remount,{how}", str(self.path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise UserError(
+                f"The disk at {self.path} cannot be made {'read-only' if how == 'ro' else 'writable'} now.",
+                why=done.stderr.strip(),
+                hint="close the files that are open for writing there, or let calls fail with `failing_syscalls`",
+            )
 
 
 @contextmanager
@@ -72,6 +83,14 @@ class PowerLossDisk:
         )
         self._counts = Path("/sys/block", name, "stat")
         self._num_snapshots = 0
+
+    def fail(self) -> None:
+        """Break the disk for good: from now on every read and write of it fails (EIO), also of open files."""
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.ioctl(folder, _SHUTDOWN, struct.pack("I", _WITHOUT_FLUSH))
+        finally:
+            os.close(folder)
 
     @contextmanager
     def snapshot(self, writers: Sequence[int] = ()) -> Iterator[Path]:
