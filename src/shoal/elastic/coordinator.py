@@ -1,33 +1,258 @@
-"""The one who decides who takes part: the launcher asks it about everything that happens to workers."""
+"""The one who decides who takes part: the launcher tells it all that happens to workers, and does what it decides."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.elastic.decision import Decision
+from shoal.elastic import membership
+from shoal.elastic.calls import Calls, Place, place_in
+from shoal.elastic.decision import Decision, Note, Tell
+from shoal.elastic.detect import Detector, OwnTime, Suspect, silent_too_long
+from shoal.elastic.membership import Membership, Process
+from shoal.elastic.message import called_message, stop_message
+from shoal.elastic.relay import Relay
+from shoal.elastic.settle import Places, is_all_lost, settle
 from shoal.spec.world import World
 
 
 class Coordinator:
-    """Membership, rendezvous, the history of calls, and detection of the silent. Time is an argument: seconds."""
+    """Membership, rendezvous, the history of calls, and detection of the silent. Time is an argument: seconds.
+
+    Decisions are to be carried out in their order and at once. Before `started` is called for a worker again,
+    `exited` was, and nothing that the dead process said comes after it. A message may carry `member`, the sender's
+    id; then one of a dead sender is recognised and dropped.
+    """
 
     def __init__(self, *, min_workers: int, max_workers: int) -> None:
-        self.min_workers, self.max_workers = min_workers, max_workers
-        self.world: World | None = None
+        self.state = Membership(min_workers=min_workers, max_workers=max_workers)
+        self.detector = Detector()
+        self.relay = Relay()
+        self.calls = Calls()
+        self._places: dict[str, Place] = {}
+        self._standing: dict[str, float] = {}
+        self._time = OwnTime()
+        self._best_step = -1
+        self._heard = {
+            "ready": self._ready,
+            "gather": self._gather,
+            "boundary": self._boundary,
+            "beat": self._beat,
+            "waiting": self._waiting,
+            "called": self._called,
+        }
+
+    @property
+    def world(self) -> World | None:
+        """The newest one that was published."""
+        return self.state.world
 
     def started(self, worker: int, pid: int, now: float) -> list[Decision]:
-        return []
+        """A process runs for this worker number."""
+        self._advance(now)
+        self.state = membership.started(self.state, worker, pid, now)
+        return self._settle(now)
 
     def heard(self, worker: int, kind: str, data: Mapping[str, Any], now: float) -> list[Decision]:
-        return []
+        """A worker said something. Other kinds than those of the protocol mean nothing here."""
+        process = self.state.processes.get(worker)
+        act = self._heard.get(kind)
+        if process is None or act is None or data.get("member", process.id) != process.id:
+            return []
+        self._advance(now)
+        return act(process, data, now)
 
     def exited(self, worker: int, code: int, now: float, *, is_retryable: bool) -> list[Decision]:
-        return []
+        """A worker's process is gone and reaped: it cannot write any more."""
+        process = self.state.processes.get(worker)
+        if process is None:
+            return []
+        self._advance(now)
+        self._forget(process)
+        self.state, decisions = membership.exited(self.state, worker, code, now, is_retryable=is_retryable)
+        self._note_missed()
+        return self._put_worlds_first(decisions, self._settle(now))
 
     def resized(self, num_workers: int, now: float) -> list[Decision]:
-        return []
+        """Another number of workers is wanted."""
+        self._advance(now)
+        self.state, decisions = membership.resized(self.state, num_workers)
+        return [*decisions, *self._settle(now)]
 
     def stopping(self, reason: str, now: float) -> list[Decision]:
-        return []
+        """Everybody shall finish the step, save and end. Nobody is replaced from now on."""
+        self._advance(now)
+        self.state = membership.ending(self.state)
+        tells: list[Decision] = [Tell(worker, stop_message(reason)) for worker in self.state.processes]
+        return [*tells, *self._settle(now)]
 
     def ticked(self, now: float) -> list[Decision]:
-        return []
+        """Time passes; call it ten times a second. If it comes late *we* did not run, and nobody else is blamed."""
+        self._advance(now)
+        decisions: list[Decision] = []
+        if self._time.lateness == 0.0:
+            decisions += self._end_suspects()
+        return [*decisions, *self._settle(now)]
+
+    # What workers say.
+
+    def _ready(self, process: Process, data: Mapping[str, Any], now: float) -> list[Decision]:
+        facts = data.get("process") or {}
+        if facts.get("pid", process.pid) != process.pid:
+            return []
+        place = place_in(data) or (0, 0)
+        if process.id not in self._places or place not in self.calls.finished:  # one that was overtaken says nothing
+            self._places[process.id] = place
+        told = self._tell_calls(process)
+        self.state = membership.ready(self.state, process.worker, str(facts.get("node", "")))
+        return [*told, *self._settle(now)]
+
+    def _gather(self, process: Process, data: Mapping[str, Any], now: float) -> list[Decision]:
+        decisions = self.relay.gather(process.id, data, self._time.now)
+        self._note_missed()
+        return [*decisions, *self._settle(now)] if self.state.is_missed else decisions
+
+    def _boundary(self, process: Process, data: Mapping[str, Any], now: float) -> list[Decision]:
+        """A member stands still between two steps. It says where, and that is newer than any beat."""
+        if not self._is_of_now(process, data) or not self.state.is_held:
+            return []
+        self.calls.saw(process.id, data)
+        self._standing.setdefault(process.id, self._time.now)
+        self.state = membership.stood(self.state, process.id, now)
+        self._note_missed()
+        return self._settle(now)
+
+    def _beat(self, process: Process, data: Mapping[str, Any], now: float) -> list[Decision]:
+        step = int(data.get("step") or 0)
+        self.detector.beat(process.id, step, self._time.now)
+        if not self.state.is_member(process.worker):
+            return self._tell_calls(process)
+        if not self._is_of_now(process, data):
+            return []
+        if process.id not in self.state.standing:
+            self.calls.saw(process.id, data)
+        if step > self._best_step:
+            self._best_step = step
+            self.state = membership.progressed(self.state)
+        if process.id in self.state.at_work:
+            return []
+        self.state = membership.entered(self.state, process.id)
+        return self._settle(now)
+
+    def _waiting(self, process: Process, data: Mapping[str, Any], now: float) -> list[Decision]:
+        if not self._is_of_now(process, data):
+            return []
+        members = [str(member) for member in data["members"]]
+        self.detector.waiting(process.id, members, float(data["seconds"]), self._time.now)
+        if not self.state.left.intersection(members):
+            return []
+        self.state = membership.missed(self.state)
+        return self._settle(now)
+
+    def _called(self, process: Process, data: Mapping[str, Any], now: float) -> list[Decision]:
+        """A call is finished. Those who are on their way hear of it, members that do not work yet included."""
+        if not self.state.is_member(process.worker) or not self.calls.finish(data):
+            return []
+        call = list(self.calls.finished.values())[-1:]
+        late = [p.worker for p in self.state.processes.values() if p.is_told and not p.is_entered]
+        return [*(Tell(worker, called_message(call)) for worker in late), *self._settle(now)]
+
+    def _is_of_now(self, process: Process, data: Mapping[str, Any]) -> bool:
+        """The message is about the newest World, and from one of its members."""
+        world = self.world
+        is_newest = world is not None and int(data.get("generation", world.generation)) == world.generation
+        return is_newest and self.state.is_member(process.worker)
+
+    # What follows.
+
+    def _advance(self, now: float) -> None:
+        self._time.at(now)
+        if self._time.lateness > 0.0:
+            self.detector.starved(self._time.lateness, self._time.now)
+
+    def _settle(self, now: float) -> list[Decision]:
+        before = self.world
+        if is_all_lost(self.state):
+            self.calls.clear()
+        self.state, decisions = settle(self.state, self._places_now(), now)
+        if self.world is not None and self.world is not before:
+            self._begin_world(self.world)
+        return decisions
+
+    def _begin_world(self, world: World) -> None:
+        self.relay.published(world)
+        self.detector.settled()
+        self._standing.clear()
+        if world.is_fresh:
+            self._best_step = -1
+
+    def _places_now(self) -> Places:
+        members = self.world.ids if self.world is not None else ()
+        return Places(can_join=self._can_join, are_stepping=self.calls.are_stepping(members))
+
+    def _can_join(self, process: Process) -> bool:
+        members = self.world.ids if self.world is not None else ()
+        return self.calls.is_current(self._places.get(process.id, (0, 0)), members)
+
+    def _tell_calls(self, process: Process) -> list[Decision]:
+        """Once, to everyone who was started into a run that is under way."""
+        is_newcomer = self.world is not None and not self.state.is_member(process.worker)
+        if process.is_told or not is_newcomer or is_all_lost(self.state):
+            return []
+        self.state = membership.told(self.state, process.worker)
+        return [Tell(process.worker, called_message(self.calls.finished.values()))]
+
+    def _forget(self, process: Process) -> None:
+        self.detector.forget(process.id)
+        self._places.pop(process.id, None)
+        self.calls.forget(process.id)
+
+    def _note_missed(self) -> None:
+        """Somebody waits for one who ended well: in a meeting, or standing still for a World that cannot come."""
+        if self.state.left and (self.state.standing or self.state.left.intersection(self.relay.missing())):
+            self.state = membership.missed(self.state)
+
+    @staticmethod
+    def _put_worlds_first(decisions: list[Decision], settled: list[Decision]) -> list[Decision]:
+        """Survivors wait for their World; journals do not."""
+        told = [decision for decision in settled if isinstance(decision, Tell)]
+        return [*told, *decisions, *(decision for decision in settled if not isinstance(decision, Tell))]
+
+    # Whom nobody hears.
+
+    def _end_suspects(self) -> list[Decision]:
+        ids = self.world.ids if self.world is not None else ()
+        living = [member_id for member_id in ids if self.state.process(member_id) is not None]
+        decisions: list[Decision] = []
+        for suspect in self.detector.suspects(living, self._missing_since(), self._time.now):
+            decisions += self._end(suspect)
+        outside = [process.id for process in self.state.processes.values() if process.id not in ids]
+        for member_id in silent_too_long(self.detector, outside, self._time.now):
+            decisions += self._condemn(member_id, "it is silent")
+        return decisions
+
+    def _missing_since(self) -> dict[str, float]:
+        """Whom others wait for, as seen from here: in the first meeting of a World, and in standing still."""
+        missing = self.relay.missing_since()
+        if self._standing and self.world is not None:
+            since = min(self._standing.values())
+            missing |= {member_id: since for member_id in self.world.ids if member_id not in self._standing}
+        return missing
+
+    def _end(self, suspect: Suspect) -> list[Decision]:
+        word = "frozen" if suspect.is_frozen else "hung"
+        killed = self._condemn(suspect.id, f"it is {word}")
+        data = {
+            "id": suspect.id,
+            "silent_seconds": round(suspect.silent_seconds, 3),
+            "waited_seconds": round(suspect.waited_seconds, 3),
+            "limit_seconds": round(suspect.limit_seconds, 3),
+            "waited_by": list(suspect.waited_by),
+        }
+        worker = int(suspect.id.partition(".")[0])
+        return [Note(f"worker_{word}", worker, data), *killed] if killed else []
+
+    def _condemn(self, member_id: str, why: str) -> list[Decision]:
+        process = self.state.process(member_id)
+        if process is None:
+            return []
+        self.state, killed = membership.condemn(self.state, process.worker, why)
+        return killed

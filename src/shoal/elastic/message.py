@@ -16,7 +16,6 @@ def world_message(world: World, reason: str) -> Message:
         "generation": world.generation,
         "members": [asdict(member) for member in world.members],
         "joined": list(world.joined),
-        "leaving": list(world.leaving),
         "reason": reason,
     }
 
@@ -27,7 +26,6 @@ def read_world(message: Message) -> World:
         generation=message["generation"],
         members=tuple(Member(**member) for member in message["members"]),
         joined=tuple(message["joined"]),
-        leaving=tuple(message.get("leaving", ())),
     )
 
 
@@ -39,6 +37,11 @@ def gathered_message(generation: int, trainer: int, key: str, values: Sequence[A
 def called_message(calls: Iterable[Message]) -> Message:
     """Finished top-level calls, as they were reported. Told twice it means the same."""
     return {"kind": "called", "calls": [dict(call) for call in calls]}
+
+
+def hold_message(generation: int) -> Message:
+    """Stop together after some step, say `boundary`, and wait for the next World."""
+    return {"kind": "hold", "generation": generation}
 
 
 def stop_message(reason: str) -> Message:

@@ -24,15 +24,13 @@ class World:
     Ranks are dense: the position in `members` is the rank. A World never changes; a join or a loss makes
     a new one with a larger `generation`, and messages from an older generation are dropped.
 
-    `joined` are the ids that are new in this generation, in every World after those who were there before.
-    `leaving` are the ids of those who were in the one before, are not in this one, and live: they take part until
-    all have seen this World, and then end. Everyone else who was in an earlier World and is not in this one is dead.
+    `joined` are the ids of those who have not worked in an earlier World; they come after those who have. Whoever was
+    in an earlier World and is not in this one is dead, or stands still and ends when it sees this one.
     """
 
     generation: int
     members: tuple[Member, ...]
     joined: tuple[str, ...] = ()
-    leaving: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -44,7 +42,7 @@ class World:
 
     @property
     def is_fresh(self) -> bool:
-        """Nobody in it was in an earlier World: state comes from the start, or from a checkpoint."""
+        """Nobody in it has worked in an earlier World: state comes from the start, or from a checkpoint."""
         return len(self.joined) == len(self.members)
 
     def rank_of(self, member_id: str) -> int:
