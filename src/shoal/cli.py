@@ -20,6 +20,9 @@ Train, tune and serve PyTorch models across the machines you have.
 
   shoal demo                     what shoal does, shown in a minute
   shoal run -n 4 SCRIPT [ARGS]   any script that runs under torchrun, or one that uses shoal
+  shoal run -n 2:8 SCRIPT        the same with 2 to 8 workers, which may come and go
+  shoal resize RUN -n 3          another number of workers, while it runs
+  shoal kill RUN --rank 1        end one of them, to see what happens
   shoal ps                       the runs there are
   shoal logs RUN                 what its workers printed
   shoal explain RUN              where the time went, who was slow, what to change
@@ -30,7 +33,14 @@ RUN is a name or a part of one, the path of a run folder, or `last`.
 """
 
 _RUN_OPTIONS: Sequence[tuple[tuple[str, ...], dict[str, Any]]] = (
-    (("-n", "--num-workers"), {"metavar": "N|auto", "default": None, "help": "how many workers (default: 1)"}),
+    (
+        ("-n", "--num-workers"),
+        {
+            "metavar": "N|MIN:MAX|auto",
+            "default": None,
+            "help": "how many workers (default: 1); with MIN:MAX they may come and go",
+        },
+    ),
     (("-m", "--module"), {"action": "store_true", "help": "SCRIPT is a module, as with `python -m`"}),
     (("--python",), {"metavar": "PATH", "help": "interpreter of the workers (default: this one)"}),
     (("--env",), {"metavar": "K=V", "action": "append", "help": "set a variable for the workers; may be repeated"}),
@@ -164,12 +174,22 @@ def _read_job(options: argparse.Namespace, rest: list[str], recorded: Mapping[st
         script, module = recorded.get("script"), recorded.get("module")
     if not script and not module:
         raise UserError("No script was named.", hint="for example: `shoal run -n 2 train.py`")
-    count = options.num_workers
+    if options.num_workers is None:
+        least, most = recorded.get("min_workers"), recorded.get("num_workers", 1)
+    else:
+        least, most = parse_range(options.num_workers)
+    if least is not None and options.framework == "tensorflow":
+        raise UserError(
+            "Workers cannot come and go under --framework tensorflow.",
+            why="TF_CONFIG tells each of them who the others are, once",
+            hint=f"use `-n {most}`",
+        )
     return Job(
         script=script,
         module=module,
         args=tuple(rest[1:] if rest else recorded.get("args", ())),
-        num_workers=recorded.get("num_workers", 1) if count is None else parse_workers(count),
+        num_workers=most,
+        min_workers=least,
         threads_per_worker=None if options.threads is None else _parse_count(options.threads, "--threads"),
         python=options.python,
         env=_parse_pairs(options.env, "--env"),
@@ -212,6 +232,27 @@ def _check_framework(name: str) -> str:
     if name not in ("torch", "tensorflow"):
         raise UserError(f"There is no framework {name!r}.", hint="use `torch` or `tensorflow`")
     return name
+
+
+def parse_range(text: str) -> tuple[int | None, int | None]:
+    """The value of `-n` as (least, most): 2:8 is (2, 8), and what may not change has no least."""
+    if ":" not in text:
+        return None, parse_workers(text)
+    ends = text.split(":")
+    if len(ends) != 2 or not all(end.strip().isdecimal() and end.isascii() for end in ends):
+        raise UserError(
+            f"-n {text!r} is not a range.",
+            why="it has two whole numbers: how many workers at least, and at most",
+            hint="for example: `-n 2:8`",
+        )
+    least, most = (_parse_count(end, "-n") for end in ends)
+    if least > most:
+        raise UserError(
+            f"-n {text} asks for at least {least} workers and at most {most}.",
+            why="the smaller number comes first",
+            hint=f"use `-n {most}:{least}`",
+        )
+    return least, most
 
 
 def parse_workers(text: str) -> int | None:
@@ -326,6 +367,64 @@ def demo(argv: list[str]) -> int:
     return int(import_module("shoal.demo").main(argv) or 0)
 
 
+def resize(argv: list[str]) -> int:
+    """`shoal resize`: change the number of workers of a run that goes on."""
+    parser = _Parser("resize", "Change the number of workers of an elastic run.", "RUN -n N [--json]")
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("-n", "--num-workers", metavar="N", required=True, help="how many workers from now on")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    options = parser.parse_args(argv)
+    wanted = _parse_count(options.num_workers, "-n")
+    facts = _ask_running(options.run, {"verb": "resize", "num_workers": wanted})
+    before = facts["before"]
+    if wanted > before:
+        then = "new workers are started and join between two steps"
+    elif wanted < before:
+        then = "those with the highest numbers leave after the step they are in"
+    else:
+        then = "it has as many"
+    _print_answer(facts, options.json, f"{facts['run']}: {before} -> {wanted} workers; {then}")
+    return 0
+
+
+def kill(argv: list[str]) -> int:
+    """`shoal kill`: send a signal to one worker of a run, for practice."""
+    parser = _Parser("kill", "End or freeze one worker of a run, for practice.", "RUN --rank N [--signal S] [--json]")
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--rank", metavar="N", required=True, help="which worker")
+    parser.add_argument("--signal", metavar="S", default="KILL", help="KILL (default), STOP, TERM or CONT")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    options = parser.parse_args(argv)
+    rank = 0 if options.rank == "0" else _parse_count(options.rank, "--rank")
+    name = options.signal.upper().removeprefix("SIG")
+    facts = _ask_running(options.run, {"verb": "kill", "rank": rank, "signal": name})
+    _print_answer(
+        facts, options.json, f"{facts['run']}: {facts['signal']} sent to rank {rank}, process {facts['pid']}"
+    )
+    return 0
+
+
+def _ask_running(text: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Ask the launcher of a run that goes on; returns its answer with the name of the run."""
+    from shoal.engine.env import shoal_home
+    from shoal.engine.requests import ask
+    from shoal.observe.runs import find_run
+
+    run = find_run(shoal_home(), text)
+    if run.status != "running":
+        ended = "was killed" if run.status == "lost" else f"has ended: {run.status}"
+        raise UserError(
+            f"Run {run.name} {ended}.", why="nobody is there to ask", hint="`shoal ps` lists those that run"
+        )
+    return {"run": run.name, **ask(run.path, request)}
+
+
+def _print_answer(facts: dict[str, Any], as_json: bool, text: str) -> None:
+    import json
+
+    sys.stdout.write((json.dumps(facts) if as_json else text) + "\n")
+
+
 def _width() -> int:
     """Columns to fill; a pipe takes lines of any length."""
     from shoal.observe.console import terminal_width
@@ -336,6 +435,8 @@ def _width() -> int:
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo,
     "run": run,
+    "resize": resize,
+    "kill": kill,
     "ps": ps,
     "logs": logs,
     "explain": explain,

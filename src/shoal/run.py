@@ -144,6 +144,7 @@ def _run(crew: Crew, keep: Keep, stops: StopSignals | None, out: TextIO | None) 
             master_port=ports.numbers[0],
             worker_ports=ports.numbers[1:],
             cores=available_cores(),
+            min_workers=job.min_workers,
             is_resumed=keep.is_resumed,
             has_tensorboard=keep.has_tensorboard,
         )
@@ -166,6 +167,7 @@ def _open_folder(job: Job, keep: Keep) -> RunFolder:
         "command": [_hide_env(part, job.env) for part in keep.command],
         "job": asdict(replace(job, env=hidden)),
         "num_workers": job.num_workers,
+        **({"min_workers": job.min_workers, "max_workers": job.num_workers} if job.min_workers is not None else {}),
         "versions": {"shoal": __version__, "python": sys.version.split()[0]} | _torch_version(),
     }
     home = shoal_home()

@@ -10,17 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
+from shoal.answer import answer
 from shoal.engine.cause import Evidence, Failure, find_failures, should_stop
 from shoal.engine.entry import command_of
 from shoal.engine.env import RunFacts, inherited_env, worker_env
 from shoal.engine.local import Listener, LocalEngine
 from shoal.engine.machine import OutOfMemoryKills, out_of_memory_kills
+from shoal.engine.requests import RequestSocket
 from shoal.engine.signals import StopSignals
 from shoal.observe.folder import RunFolder
+from shoal.spec.errors import ShoalError
 from shoal.spec.event import Event
 from shoal.spec.job import Job, WorkerExit, WorkerSpec
 
 if TYPE_CHECKING:
+    from shoal.elastic_run import ElasticRun
     from shoal.observe.console import Console
     from shoal.observe.journal import Journal
     from shoal.observe.tensorboard import TensorBoardExport
@@ -72,36 +76,38 @@ class Watch:
         self._console: Console | None = None
         self._journal: Journal | None = None
         self._tensorboard: TensorBoardExport | None = None
+        self._elastic: ElasticRun | None = None
         self._errors: list[Event] = []
-        self._exits: list[WorkerExit] = []
+        self._exits: dict[int, WorkerExit] = {}
         self._is_stuck = False
 
     def run(self, crew: Crew) -> Outcome:
         """Start the workers and return when all of them have ended, whatever the reason."""
         started, memory_kills = time.monotonic(), out_of_memory_kills()
-        engine = self._make_engine(crew)
-        engine.start(self._specs(crew))
-        try:
-            self._open(crew, engine)
-            self._follow(engine)
-        finally:
-            stopped_at = time.time() if len(self._exits) < crew.num_workers else None
-            engine.stop(GRACE_SECONDS)
-            self._take(engine.poll())
-            if self._console is not None:
-                self._display(self._console.close)
+        with RequestSocket(self._folder.path) as requests:
+            engine = self._make_engine(crew, requests)
+            engine.start([self._spec(crew, rank) for rank in range(crew.num_workers)])
+            try:
+                self._open(crew, engine)
+                self._follow(engine, requests)
+            finally:
+                stopped_at = time.time() if engine.pids else None
+                engine.stop(GRACE_SECONDS)
+                self._record(engine.poll())
+                if self._console is not None:
+                    self._display(self._console.close)
         evidence = self._evidence(stopped_at, memory_kills)
         outcome = self._conclude(evidence, time.monotonic() - started)
         self._note_end(outcome)
         return outcome
 
-    def _make_engine(self, crew: Crew) -> LocalEngine:
+    def _make_engine(self, crew: Crew, requests: RequestSocket) -> LocalEngine:
         listener = Listener(output=self._show, control=self._hear, problem=self._note)
         engine = LocalEngine(
             listener,
             stdin_fd=crew.stdin_fd,
             inherit_fds=crew.inherit_fds,
-            wake_fds=(self._stops.wake_fd,) if self._stops else (),
+            wake_fds=[requests.fileno(), *([self._stops.wake_fd] if self._stops else [])],
         )
         if self._stops is not None:
             self._stops.on_second = lambda: engine.signal(signal.SIGKILL)
@@ -109,18 +115,15 @@ class Watch:
             self._stops.on_resume = lambda: engine.signal(signal.SIGCONT)
         return engine
 
-    def _specs(self, crew: Crew) -> list[WorkerSpec]:
-        inherited = inherited_env()
-        return [
-            WorkerSpec(
-                rank=rank,
-                command=command_of(crew.python, rank, crew.entry_of(rank)),
-                env=worker_env(crew.job, rank, self._facts, inherited),
-                working_dir=crew.job.working_dir,
-                log_path=self._log_path(rank),
-            )
-            for rank in range(crew.num_workers)
-        ]
+    def _spec(self, crew: Crew, rank: int, incarnation: int = 0) -> WorkerSpec:
+        is_elastic = self._facts.min_workers is not None
+        return WorkerSpec(
+            rank=rank,
+            command=command_of(crew.python, rank, crew.entry_of(rank), is_elastic=is_elastic),
+            env=worker_env(crew.job, rank, self._facts, inherited_env(), incarnation),
+            working_dir=crew.job.working_dir,
+            log_path=self._log_path(rank),
+        )
 
     def _log_path(self, rank: int) -> str:
         return os.path.join(self._folder.path, "logs", f"{rank}.log")
@@ -141,33 +144,79 @@ class Watch:
         self._write("run_started", num_workers=crew.num_workers, command=command, num_cores=self._facts.cores)
         for rank, pid in engine.pids.items():
             self._write("worker_started", rank, pid=pid)
+        if self._facts.min_workers is not None:
+            self._elastic = self._make_elastic(crew, engine, self._facts.min_workers)
+            self._elastic.begin()
 
-    def _follow(self, engine: LocalEngine) -> None:
+    def _make_elastic(self, crew: Crew, engine: LocalEngine, min_workers: int) -> "ElasticRun":
+        from shoal.elastic_run import ElasticRun, Hooks
+
+        hooks = Hooks(
+            spec_of=lambda rank, incarnation: self._spec(crew, rank, incarnation),
+            write=self._keep,
+            show=self._note,
+            began=self._begin_again,
+            changed=self._resized,
+        )
+        return ElasticRun(engine, min_workers, crew.num_workers, hooks)
+
+    def _follow(self, engine: LocalEngine, requests: RequestSocket) -> None:
         """Return when all workers have ended, or when the rest of them should be stopped."""
-        while len(self._exits) < self._facts.num_workers:
+        if requests.problem:
+            self._note(requests.problem)
+        while engine.pids or (self._elastic is not None and self._elastic.is_waiting):
             self._take(engine.poll(self._patience()))
+            requests.look(lambda request: answer(request, engine, self._elastic, self._keep))
+            if self._elastic is not None:
+                self._elastic.look()
+                if self._elastic.failure is not None:
+                    return
             if self._console is not None:
                 self._display(self._console.tick)
             if self._stops is not None and self._stops.requested:
                 self._stops.acknowledge()
+                if self._elastic is not None:
+                    self._elastic.stop(self._stops.requested.name)
                 return
-            if self._errors or any(end.code for end in self._exits):
-                failures = find_failures(Evidence(exits=self._exits, errors=self._errors))
+            if self._has_failed():
+                failures = find_failures(Evidence(exits=list(self._exits.values()), errors=self._errors))
                 if should_stop(failures, time.time()):
                     return
 
+    def _has_failed(self) -> bool:
+        return bool(self._errors) or any(end.code for end in self._exits.values())
+
     def _patience(self) -> float:
-        if self._errors or any(end.code for end in self._exits):
-            return 0.05
+        most = 0.05 if self._elastic is not None or self._has_failed() else 1.0
         due = self._console.next_tick() if self._console is not None else None
-        return 1.0 if due is None else min(1.0, due)
+        return most if due is None else min(most, due)
 
     def _take(self, exits: Sequence[WorkerExit]) -> None:
+        """Workers have ended by themselves. Those that an elastic run can do without are not among its exits."""
         for end in exits:
-            self._exits.append(end)
+            is_failure = end.code > 0 or any(event.rank == end.rank for event in self._errors)
+            if self._elastic is None or not self._elastic.exited(end, is_failure=is_failure):
+                self._record([end])
+                continue
+            self._write("worker_exited", end.rank, code=end.code)
+            if self._console is not None:
+                self._display(self._console.lose, end.rank)
+
+    def _record(self, exits: Sequence[WorkerExit]) -> None:
+        for end in exits:
+            self._exits[end.rank] = end
             self._write("worker_exited", end.rank, code=end.code)
             if self._console is not None:
                 self._display(self._console.end, end.rank)
+
+    def _begin_again(self, rank: int) -> None:
+        self._exits.pop(rank, None)
+        if self._console is not None:
+            self._display(self._console.begin, rank)
+
+    def _resized(self, num_workers: int) -> None:
+        with contextlib.suppress(ShoalError):  # a full disk does not end a run
+            self._folder.update(num_workers=num_workers)
 
     def _show(self, rank: int, data: bytes) -> None:
         if self._console is not None:
@@ -188,11 +237,16 @@ class Watch:
             return
         event = replace(event, rank=rank)
         if event.kind == "error":
-            self._errors.append(event)
-            if self._journal is not None:
-                self._journal.write(event)
-        elif event.kind == "progress" and self._console is not None:
-            self._display(self._console.progress, event)
+            self._keep(event)
+            if self._elastic is not None and event.data.get("is_retryable") is True:
+                self._elastic.hear(event)
+            else:
+                self._errors.append(event)
+        elif event.kind == "progress":
+            if self._console is not None:
+                self._display(self._console.progress, event)
+        elif self._elastic is not None:
+            self._elastic.hear(event)
 
     def _note(self, text: str) -> None:
         if self._console is not None and self._console.is_tty:
@@ -201,16 +255,23 @@ class Watch:
             say(f"shoal: {text}")
 
     def _write(self, kind: str, rank: int | None = None, **data: Any) -> None:
+        self._keep(Event(kind=kind, time=time.time(), rank=rank, data=data))
+
+    def _keep(self, event: Event) -> None:
         if self._journal is not None:
-            self._journal.write(Event(kind=kind, time=time.time(), rank=rank, data=data))
+            self._journal.write(event)
 
     def _evidence(self, stopped_at: float | None, before: OutOfMemoryKills) -> Evidence:
         from shoal.observe.lines import last_lines
 
         after = out_of_memory_kills()
-        silent = {end.rank for end in self._exits if end.code} - {event.rank for event in self._errors}
+        ended = {end.rank for end in self._exits.values() if end.code}
+        ended |= (
+            self._elastic.lost_ranks if self._elastic is not None and self._elastic.failure is not None else set()
+        )
+        silent = ended - {event.rank for event in self._errors}
         return Evidence(
-            exits=self._exits,
+            exits=list(self._exits.values()),
             errors=self._errors,
             stopped_at=stopped_at,
             working_dir=os.path.abspath(self._folder.facts["job"]["working_dir"]),
@@ -222,7 +283,7 @@ class Watch:
 
     def _conclude(self, evidence: Evidence, seconds: float) -> Outcome:
         requested = self._stops.requested if self._stops is not None else None
-        failures = find_failures(evidence)
+        failures = find_failures(evidence) if self._elastic is None else self._elastic.find_failures(evidence)
         status, code = ("failed", failures[0].exit_code) if failures else ("finished", 0)
         if requested is not None:
             # What workers say when they are told to end is not why they ended.
@@ -235,7 +296,7 @@ class Watch:
             exit_code=code,
             num_workers=self._facts.num_workers,
             seconds=seconds,
-            exits=tuple(sorted(self._exits, key=lambda end: end.rank)),
+            exits=tuple(self._exits[rank] for rank in sorted(self._exits)),
             failures=tuple(failures),
             stopped_by=requested.name if requested is not None else "",
         )

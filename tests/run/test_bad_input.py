@@ -131,6 +131,8 @@ COMMANDS = {
     "wrong.py": "SyntaxError: '(' was never closed",
     "-n 0 good.py": "-n is 0.",
     "-n abc good.py": "-n 'abc' is not a number.",
+    "-n 4:2 good.py": "-n 4:2 asks for at least 4 workers and at most 2.",
+    "-n 2:many good.py": "-n '2:many' is not a range.",
     "-n 100000 good.py": "100000 workers do not fit into memory.",
     "--log-dir /proc/nowhere good.py": "Cannot use /proc/nowhere as a run folder.",
     "--nun-workers 2 good.py": "There is no option '--nun-workers'.",

@@ -15,6 +15,8 @@ LEVELS = (
     ("__init__",),
     ("run",),
     ("auto", "watch"),
+    ("answer",),
+    ("elastic_run",),
     ("train",),
     ("comm", "data", "checkpoint", "elastic", "observe", "engine"),
     ("spec", "version"),
@@ -126,7 +128,10 @@ def test_only_one_module_reads_environment_variables():
 
 LIGHT = sorted(
     str(file.relative_to(SOURCE.parent).with_suffix("")).replace("/", ".")
-    for part in ("__init__.py", "cli.py", "run.py", "auto.py", "watch.py", "spec", "engine", "observe", "elastic")
+    for part in (
+        *("__init__.py", "cli.py", "run.py", "auto.py", "watch.py", "answer.py", "elastic_run.py"),
+        *("spec", "engine", "observe", "elastic"),
+    )
     for file in ([SOURCE / part] if part.endswith(".py") else (SOURCE / part).glob("*.py"))
 )
 

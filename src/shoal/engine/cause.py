@@ -58,9 +58,12 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """One worker's failure. `exit_code` is what a shell would show: 128 + N for a death by signal N."""
+    """One worker's failure, or with `rank` None that of the run as a whole.
 
-    rank: int
+    `exit_code` is what a shell would show: 128 + N for a death by signal N.
+    """
+
+    rank: int | None
     time: float
     exit_code: int
     message: str

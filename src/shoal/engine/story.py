@@ -28,7 +28,7 @@ def tell_failures(failures: Sequence[Failure], exits: Iterable[WorkerExit], logs
     """The first cause in full, every other worker in a line or less, and where to read more."""
     first, *rest = failures
     lines = [as_error(first).render()]
-    same = [failure.rank for failure in rest if failure.message == first.message]
+    same = [failure.rank for failure in rest if failure.message == first.message and failure.rank is not None]
     if same:
         lines.append(f" also: {ranks(same)} with the same error")
     lines += [f" also: {_in_a_line(failure, first)}" for failure in rest if failure.message != first.message]

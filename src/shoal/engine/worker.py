@@ -1,9 +1,9 @@
 """The first code of a worker: runs the user's program as `python` would, and tells the launcher how it failed.
 
 Run by path, as `python worker.py CONTROL_FD WORLD_FD RANK KIND TARGET ...`, and importing nothing of shoal:
-`--python` may name an interpreter that does not have it, and a `shoal.py` beside the user's script must not get in the
-way. WORLD_FD is empty where the run is not elastic. KIND says what TARGET is: `script` (a file), `module` (as with
-`python -m`), `program` (anything executable), or `call` (descriptors of a pickled call and of the file for its
+`--python` may name an interpreter that does not have it, and a `shoal.py` beside the user's script must not get in
+the way. WORLD_FD is empty where the run is not elastic. KIND says what TARGET is: `script` (a file), `module` (as
+with `python -m`), `program` (anything executable), or `call` (descriptors of a pickled call and of the file for its
 result).
 """
 

@@ -81,6 +81,18 @@ class Console:
         with self._lock:
             self._add(rank, (text,))
 
+    def begin(self, rank: int) -> None:
+        """A worker that was not there from the start has begun."""
+        with self._lock:
+            self._fold.begin()
+
+    def lose(self, rank: int) -> None:
+        """A worker has ended and the others go on: what it did last is not the progress of the run."""
+        with self._lock:
+            self.end(rank)
+            if len(self._progress) > 1:
+                self._progress.pop(rank, None)
+
     def end(self, rank: int) -> None:
         """A worker has ended: print what it left without a newline, and wait for its lines no longer."""
         with self._lock:

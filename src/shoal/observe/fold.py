@@ -82,6 +82,10 @@ class Fold:
         """One rank has ended: nobody waits for its lines any more."""
         self._num_live = max(1, self._num_live - 1)
 
+    def begin(self) -> None:
+        """One more rank has begun."""
+        self._num_live += 1
+
     def next_deadline(self) -> float | None:
         """When `take` has something to give at the latest, or None while nothing is held."""
         return self._held[0].deadline if self._held else None

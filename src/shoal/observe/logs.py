@@ -34,7 +34,7 @@ def print_logs(
     run = find_run(home, text)
     wanted = frozenset(ranks)
     _check(run.path, wanted, is_running=run.status == "running")
-    num_workers = run.num_workers or len(list_logs(run.path)) or 1
+    num_workers = run.max_workers or run.num_workers or len(list_logs(run.path)) or 1
     console = Console(stream, num_workers=len(wanted) or num_workers, has_prefix=num_workers > 1)
     tails = _show_what_is_there(run.path, wanted, num_lines, console)
     if follow:

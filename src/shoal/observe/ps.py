@@ -64,12 +64,20 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (
         clean(run.name),
         clean(run.status) + (f" ({run.exit_code})" if run.exit_code else ""),
-        "" if run.num_workers is None else str(run.num_workers),
+        _workers(run),
         "" if row.seconds is None else duration(row.seconds),
         "" if row.step is None else str(row.step),
         "" if row.loss is None else number(row.loss),
         clean(run.command),
     )
+
+
+def _workers(run: RunInfo) -> str:
+    """`4`, or `3 of 2:8` where there may be 2 to 8."""
+    if run.num_workers is None:
+        return ""
+    is_elastic = run.min_workers is not None and run.max_workers is not None
+    return f"{run.num_workers}" + (f" of {run.min_workers}:{run.max_workers}" if is_elastic else "")
 
 
 def to_json(rows: Sequence[Row]) -> str:

@@ -14,7 +14,10 @@ from shoal.spec.errors import UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """A run as its folder tells it. `status` is that of run.json, or `lost`: its launcher died without a word."""
+    """A run as its folder tells it. `status` is that of run.json, or `lost`: its launcher died without a word.
+
+    An elastic run has `min_workers` and `max_workers`; `num_workers` is how many it had last.
+    """
 
     name: str
     path: str
@@ -22,6 +25,8 @@ class RunInfo:
     created: float
     command: str = ""
     num_workers: int | None = None
+    min_workers: int | None = None
+    max_workers: int | None = None
     pid: int | None = None
     host: str = ""
     ended: float | None = None
@@ -63,6 +68,8 @@ def read_run(path: str) -> RunInfo | None:
         created=_number(facts.get("created")) or 0.0,
         command=command_text(facts),
         num_workers=_whole(facts.get("num_workers")),
+        min_workers=_whole(facts.get("min_workers")),
+        max_workers=_whole(facts.get("max_workers")),
         pid=_whole(facts.get("pid")),
         host=str(facts.get("host", "")),
         ended=_number(facts.get("ended")),

@@ -1,0 +1,75 @@
+"""What a launcher does when it is asked for something while a run goes on: `shoal resize`, `shoal kill`."""
+
+import signal
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from shoal.spec.errors import UserError
+from shoal.spec.event import Event
+
+if TYPE_CHECKING:
+    from shoal.elastic_run import ElasticRun
+    from shoal.engine.local import LocalEngine
+
+SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP, "TERM": signal.SIGTERM, "CONT": signal.SIGCONT}
+
+
+def answer(
+    request: Mapping[str, Any], engine: "LocalEngine", elastic: "ElasticRun | None", write: Callable[[Event], None]
+) -> dict[str, Any]:
+    """Do what is asked and say what was done; raises UserError where that cannot be."""
+    verb = request.get("verb")
+    if verb == "resize":
+        return _resize(_whole(request, "num_workers"), elastic)
+    if verb == "kill":
+        return _kill(_whole(request, "rank"), str(request.get("signal")), engine, elastic, write)
+    raise UserError(f"This launcher does not know the request {str(verb)[:40]!r}.", hint="is it of another version?")
+
+
+def _whole(request: Mapping[str, Any], name: str) -> int:
+    value = request.get(name)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UserError(f"{name} is {str(value)[:40]!r}, which is not a whole number.")
+    return value
+
+
+def _resize(num_workers: int, elastic: "ElasticRun | None") -> dict[str, Any]:
+    if elastic is None:
+        raise UserError(
+            "This run is not elastic.",
+            why="it was started with a fixed number of workers",
+            hint="start it with `-n MIN:MAX`, such as `-n 2:8`; `--resume` goes on with what it has done so far",
+        )
+    least, most = elastic.min_workers, elastic.max_workers
+    if not least <= num_workers <= most:
+        raise UserError(
+            f"This run cannot have {num_workers} worker{'s' * (num_workers != 1)}.",
+            why=f"it was started with `-n {least}:{most}`",
+            hint=f"ask for {least} to {most}" if least < most else "start it with a wider range",
+        )
+    before = elastic.num_workers
+    elastic.resize(num_workers)
+    return {"num_workers": num_workers, "before": before}
+
+
+def _kill(
+    rank: int, name: str, engine: "LocalEngine", elastic: "ElasticRun | None", write: Callable[[Event], None]
+) -> dict[str, Any]:
+    pids = engine.pids
+    if name not in SIGNALS:
+        raise UserError(f"There is no signal {name[:40]!r} here.", hint=f"use one of: {', '.join(SIGNALS)}")
+    if rank not in pids:
+        running = ", ".join(map(str, sorted(pids)))
+        is_known = elastic is not None and 0 <= rank < elastic.max_workers
+        raise UserError(
+            f"Rank {rank} is not running now." if is_known else f"There is no rank {rank} that runs.",
+            why=f"these are: {running}" if running else "none is",
+            hint="`shoal explain RUN` says what became of it" if is_known else "name one of those",
+        )
+    write(Event(kind="worker_signaled", time=time.time(), rank=rank, data={"signal": f"SIG{name}"}))
+    if name == "KILL":
+        engine.kill(rank)
+    else:
+        engine.signal(SIGNALS[name], rank)
+    return {"rank": rank, "pid": pids[rank], "signal": f"SIG{name}"}

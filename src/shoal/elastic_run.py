@@ -1,0 +1,244 @@
+"""Wiring: an elastic run. What happens to its workers goes to the coordinator, and what that decides is done."""
+
+import contextlib
+import json
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shoal.elastic.coordinator import Coordinator
+from shoal.elastic.decision import Decision, Fail, Kill, Note, Start, Tell
+from shoal.engine.cause import EXIT_SECONDS, WINDOW_SECONDS, Evidence, Failure, find_failures
+from shoal.engine.local import LocalEngine
+from shoal.spec.errors import MemberLost, UserError
+from shoal.spec.event import Event
+from shoal.spec.job import WorkerExit, WorkerSpec
+
+TICK_SECONDS = 0.05
+"""How often the coordinator looks at the time."""
+
+
+MAX_LOST = 16
+"""How many of those that were lost are remembered, to be told if the run fails in the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """What the run around it does for an elastic one."""
+
+    spec_of: Callable[[int, int], WorkerSpec]
+    write: Callable[[Event], None]
+    show: Callable[[str], None]
+    began: Callable[[int], None]
+    changed: Callable[[int], None]
+
+
+class ElasticRun:
+    """Keeps a run going while workers come and go. Nothing is done between calls of `look`.
+
+    `failure` is set when the coordinator has given up.
+    """
+
+    def __init__(self, engine: LocalEngine, min_workers: int, max_workers: int, hooks: Hooks) -> None:
+        self.failure: Failure | None = None
+        self.min_workers, self.max_workers = min_workers, max_workers
+        self._engine = engine
+        self._hooks = hooks
+        self._coordinator = Coordinator(min_workers=min_workers, max_workers=max_workers)
+        self._incarnations: dict[int, int] = {}
+        self._decisions: list[Decision] = []
+        self._errors: dict[int, Event] = {}
+        self._ends: dict[int, str] = {}
+        self._lost: deque[tuple[WorkerExit, Event | None]] = deque(maxlen=MAX_LOST)
+        self._generation = -1
+        self._known: set[str] = set()
+        self._due = 0.0
+
+    @property
+    def num_workers(self) -> int:
+        """How many take part now."""
+        world = self._coordinator.world
+        return world.size if world is not None else len(self._engine.pids)
+
+    def begin(self) -> None:
+        """All workers have been started for the first time."""
+        for worker, pid in self._engine.pids.items():
+            self._incarnations[worker] = 0
+            self._decisions += self._coordinator.started(worker, pid, time.monotonic())
+
+    def hear(self, event: Event) -> None:
+        """A worker said something that is not for people, or that it failed with a retryable error."""
+        worker = event.rank or 0
+        if event.kind == "error":
+            self._errors[worker] = event
+            return
+        # What is not of the protocol comes from the user's own code, and must not end the run.
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+            self._decisions += self._coordinator.heard(worker, event.kind, event.data, time.monotonic())
+
+    def exited(self, end: WorkerExit, *, is_failure: bool) -> bool:
+        """A worker is gone; True where the run goes on without it. `is_failure`: it was not killed, it failed."""
+        error = self._errors.pop(end.rank, None)
+        is_lost = end.code != 0 and (error is not None or not is_failure)
+        if is_lost:
+            self._lost.append((end, error))
+        self._ends[end.rank] = self._ends.get(end.rank) or _how(end, error)
+        is_retryable = error is not None
+        self._decisions += self._coordinator.exited(end.rank, end.code, time.monotonic(), is_retryable=is_retryable)
+        return is_lost
+
+    def resize(self, num_workers: int) -> None:
+        """Someone asked for another number of workers, within the limits."""
+        self._decisions += self._coordinator.resized(num_workers, time.monotonic())
+
+    def look(self) -> None:
+        """Do what has been decided, and what is due."""
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + TICK_SECONDS
+            self._decisions += self._coordinator.ticked(now)
+            self._end_failed()
+        self._carry_out()
+
+    def stop(self, reason: str) -> None:
+        """The run is to end: let workers know why they are about to be asked to."""
+        self._decisions = [
+            each for each in self._coordinator.stopping(reason, time.monotonic()) if isinstance(each, Tell)
+        ]
+        self._carry_out()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Nobody may be running, and someone will be started."""
+        state = self._coordinator.state
+        return bool(state.due_at) and not state.is_ending
+
+    @property
+    def lost_ranks(self) -> set[int]:
+        return {end.rank for end, _ in self._lost}
+
+    def find_failures(self, evidence: Evidence) -> list[Failure]:
+        """What made the run fail, the first cause first. Workers that were lost count if nothing else explains it."""
+        failures = find_failures(evidence)
+        is_explained = not failures[0].is_lost_peer if failures else bool(evidence.exits)
+        if self.failure is None and is_explained:
+            return failures
+        since = failures[0].time - WINDOW_SECONDS if failures else 0.0
+        lost = {end.rank: (end, error) for end, error in self._lost if end.time >= since}
+        exits = [end for end, _ in lost.values()]
+        errors = [error for _, error in lost.values() if error is not None]
+        found = find_failures(replace(evidence, exits=[*exits, *evidence.exits], errors=[*errors, *evidence.errors]))
+        return found if self.failure is None else [self.failure, *found]
+
+    def _carry_out(self) -> None:
+        while self._decisions and self.failure is None:
+            decisions, self._decisions = self._decisions, []
+            for decision in decisions:
+                self._do(decision)
+        self._look_at_world()
+
+    def _do(self, decision: Decision) -> None:
+        match decision:
+            case Tell():
+                self._engine.tell(decision.worker, json.dumps(decision.message).encode())
+            case Start():
+                self._start(decision.worker)
+            case Kill():
+                self._ends[decision.worker] = decision.why
+                self._engine.kill(decision.worker)
+            case Fail():
+                self.failure = _as_failure(decision)
+            case Note():
+                self._note(decision)
+
+    def _start(self, worker: int) -> None:
+        incarnation = self._incarnations.get(worker, -1) + 1
+        self._incarnations[worker] = incarnation
+        try:
+            self._engine.start([self._hooks.spec_of(worker, incarnation)])
+        except UserError as error:
+            # As if it had started and died at once: the coordinator tries again, and gives up in the end.
+            self._hooks.show(f"rank {worker} cannot be started: {error.why or error.message}")
+            self._decisions += self._coordinator.started(worker, 0, time.monotonic())
+            self.exited(WorkerExit(rank=worker, code=-signal.SIGKILL, time=time.time()), is_failure=False)
+            return
+        pid = self._engine.pids.get(worker, 0)
+        self._ends.pop(worker, None)
+        self._hooks.began(worker)
+        self._write("worker_started", worker, {"pid": pid, "incarnation": incarnation})
+        self._decisions += self._coordinator.started(worker, pid, time.monotonic())
+
+    def _end_failed(self) -> None:
+        """A worker that reported an error and does not end is held up by threads of its own."""
+        for worker, event in self._errors.items():
+            if time.time() > event.time + EXIT_SECONDS:
+                self._engine.kill(worker)
+
+    def _note(self, note: Note) -> None:
+        self._write(note.kind, note.rank, note.data)
+        worker = -1 if note.rank is None else note.rank
+        num_workers = self.num_workers if self._coordinator.world is not None else None
+        text = tell(note, num_workers, self._ends.get(worker, "gone"), self._incarnations.get(worker, 0))
+        if text and not (note.kind == "worker_joined" and note.data.get("id") in self._known):
+            self._hooks.show(text)
+
+    def _write(self, kind: str, worker: int | None, data: Mapping[str, Any]) -> None:
+        world = self._coordinator.world
+        generation = world.generation if world is not None else 0
+        self._hooks.write(Event(kind=kind, time=time.time(), rank=worker, generation=generation, data=data))
+
+    def _look_at_world(self) -> None:
+        world = self._coordinator.world
+        if world is not None and world.generation != self._generation:
+            self._generation = world.generation
+            self._known.update(world.ids)
+            self._hooks.changed(world.size)
+
+
+def _how(end: WorkerExit, error: Event | None) -> str:
+    """How a worker ended, in a few words."""
+    if error is not None:
+        return str(error.data.get("message") or error.data.get("type") or "retryable error").partition("\n")[0]
+    if end.code >= 0:
+        return f"exit code {end.code}"
+    try:
+        return f"killed by {signal.Signals(-end.code).name}"
+    except ValueError:
+        return f"killed by signal {-end.code}"
+
+
+def _as_failure(decision: Fail) -> Failure:
+    return Failure(
+        rank=None,
+        time=time.time(),
+        exit_code=MemberLost.exit_code,
+        message=decision.message,
+        why=decision.why,
+        hint=decision.hint,
+    )
+
+
+def tell(note: Note, num_workers: int | None, how: str, incarnation: int) -> str:
+    """What people are told about a change, in a line; nothing where it is not worth one.
+
+    `num_workers` is how many take part now, None before the first World.
+    """
+    data, rank = note.data, note.rank
+    workers = f"{num_workers} worker{'s' * (num_workers != 1)}"
+    match note.kind:
+        case "worker_lost":
+            return f"lost rank {rank} ({how}); " + (
+                f"going on with {workers}" if num_workers else "starting it again"
+            )
+        case "worker_joined":
+            return f"rank {rank} {'is back' if incarnation else 'has joined'}; {workers}"
+        case "worker_frozen":
+            return f"rank {rank} is frozen: no sign of life for {data.get('silent_seconds', 0.0):.1f} s; killing it"
+        case "worker_hung":
+            return f"rank {rank} hangs: others have waited {data.get('waited_seconds', 0.0):.1f} s for it; killing it"
+        case "waiting_for_workers":
+            return f"{data.get('present')} left and {data.get('min_workers')} needed; waiting for replacements"
+    return ""
