@@ -60,7 +60,7 @@ def files_in_dev_shm(member: Member) -> tuple[list[str], list[str]]:
 
 def share_by_sockets(member: Member) -> str:
     """Meet without /proc."""
-    meeting = Rendezvous(member.store, 30, member.rank, member.size, 20.0)
+    meeting = Rendezvous(member.rank, member.size, 20.0, store=member.store, generation=30)
     processes = [decode(text) for text in meeting.gather("process", encode(describe_self()))]
     group, reason = share_memory(meeting, processes, ways=("sockets",))
     assert group is not None, reason
@@ -146,7 +146,7 @@ def join_as_if_far(member: Member) -> None:
 
     Calls that are new are compared through the store, which does not notice a death; so these are not new any more.
     """
-    meeting = Rendezvous(member.store, 40, member.rank, member.size, 20.0)
+    meeting = Rendezvous(member.rank, member.size, 20.0, store=member.store, generation=40)
     processes = [decode(text) for text in meeting.gather("process", encode(describe_self()))]
     apart = [replace(process, boot=f"host {rank}") for rank, process in enumerate(processes)]
     member.group = TcpGroup(meeting, apart)

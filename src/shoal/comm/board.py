@@ -57,17 +57,26 @@ def _num_lines(size: int) -> int:
 class Board:
     """One rank's hold on the board. `is_running(rank)` tells whether a peer's process still lives.
 
+    `look(ranks, seconds)` is called ten times a second by whoever sleeps here for these ranks, and may raise.
+
     A wait spins for some 40 µs (hardly, where there are fewer cores than ranks), then sleeps in the kernel until the
     awaited rank signals: about 20 µs from signal to running again, no processor time meanwhile. Ten times a second
     a sleeper looks whether its peers are alive.
     """
 
     def __init__(
-        self, memory: mmap.mmap, rank: int, size: int, timeout_seconds: float, is_running: Callable[[int], bool]
+        self,
+        memory: mmap.mmap,
+        rank: int,
+        size: int,
+        timeout_seconds: float,
+        is_running: Callable[[int], bool],
+        look: Callable[[Sequence[int], float], None] = lambda ranks, seconds: None,
     ) -> None:
         self.rank, self.size, self.timeout_seconds = rank, size, timeout_seconds
         self.late_seconds = [0.0] * size
         self._is_running = is_running
+        self._look = look
         self._peers = [peer for peer in range(size) if peer != rank]
         self._bytes = memoryview(memory)
         self.words = self._bytes.cast("Q")
@@ -141,6 +150,12 @@ class Board:
         """When each rank reached `value`, in ns of the host's monotonic clock. Valid after `wait` for that value."""
         return [self.words[self.line(channel, r) + _STAMP + (value & 1)] for r in range(self.size)]
 
+    def counters(self, channel: int) -> list[int]:
+        """How far each rank has come on a channel. Of ranks that have ended, or wait, this is final."""
+        if not futex.STORES_ARE_ORDERED:
+            futex.fence()
+        return [self.words[self.line(channel, rank)] for rank in range(self.size)]
+
     def wait_line(self, rank: int, at: int, value: int) -> None:
         """Return when `rank` has raised the line at word `at` to `value`, and all it wrote before is visible."""
         if self.words[at] < value:
@@ -170,14 +185,14 @@ class Board:
 
     def _sleep(self, rank: int, at: int, value: int) -> None:
         words, address = self.words, self._address + 8 * at
-        deadline = monotonic() + self.timeout_seconds
-        next_look = monotonic() + _NAP_SECONDS
+        began = monotonic()
+        next_look = began + _NAP_SECONDS
         self._count_asleep(1)
         try:
             while (seen := words[at]) < value:
                 futex.wait(address, seen, _NAP_SECONDS)
                 if (now := monotonic()) >= next_look:
-                    self._look_for_the_lost(rank, at, value, now >= deadline)
+                    self._look_for_the_lost(rank, at, value, now - began)
                     next_look = now + _NAP_SECONDS
         finally:
             self._count_asleep(-1)
@@ -188,7 +203,8 @@ class Board:
             self._num_asleep += change
             self._bytes[self.rank] = self._num_asleep > 0
 
-    def _look_for_the_lost(self, rank: int, at: int, value: int, is_late: bool) -> None:
+    def _look_for_the_lost(self, rank: int, at: int, value: int, seconds: float) -> None:
+        self._look(self._missing(rank, at, value), seconds)
         has_left = [self._bytes[self._left_at + peer] != 0 for peer in range(self.size)]
         dead = [peer for peer in self._peers if not has_left[peer] and not self._is_running(peer)]
         if self.words[at] >= value:
@@ -200,21 +216,19 @@ class Board:
         if has_left[rank]:
             why = "it closed the group while others still waited for it; its own error, if any, is the cause"
             raise lost([rank], f"Lost rank {rank}.", why=why, rank=self.rank)
-        if is_late:
-            raise self._timed_out(rank, at, value)
+        if seconds >= self.timeout_seconds:
+            silent = self._missing(rank, at, value)
+            raise lost(
+                silent,
+                f"Waited {self.timeout_seconds:g} s for {name_ranks(silent)}.",
+                why="the process lives but did not arrive: stopped, stuck, or much slower than the others",
+                rank=self.rank,
+            )
 
-    def _timed_out(self, rank: int, at: int, value: int) -> Exception:
-        """Name everyone who is missing at the same place, not only the one we happened to wait for."""
-        silent = [peer for peer, line in self._row(rank, at) if self.words[line] < value] or [rank]
-        return lost(
-            silent,
-            f"Waited {self.timeout_seconds:g} s for {name_ranks(silent)}.",
-            why="the process lives but did not arrive: stopped, stuck, or much slower than the others",
-            rank=self.rank,
-        )
-
-    def _row(self, rank: int, at: int) -> list[tuple[int, int]]:
-        return next((row for row in self._others if (rank, at) in row), [])
+    def _missing(self, rank: int, at: int, value: int) -> list[int]:
+        """Everyone who is missing at the same place, not only the one we happen to wait for."""
+        row = next((row for row in self._others if (rank, at) in row), [])
+        return [peer for peer, line in row if self.words[line] < value] or [rank]
 
     def post(self, numbers: Numbers) -> None:
         """Show up to 64 numbers, float64 or int64, to all ranks, who all post equally many and then call `peers`."""

@@ -36,20 +36,26 @@ def connect(
     alike; `group.reason` says why. A group of one needs no store. `timeout_seconds` is how long to wait for a silent
     rank, here and in every call on the group. `interface` names the network device for tcp between hosts.
     """
+    if store is None and size > 1:
+        raise UserError(f"A group of {size} needs a store to meet at.", hint="make one with `open_store`")
+    return connect_at(
+        Rendezvous(rank, size, timeout_seconds, store=store, generation=generation), transport, interface
+    )
+
+
+def connect_at(meeting: Rendezvous, transport: str = "auto", interface: str = "") -> ShmGroup | TcpGroup:
+    """`connect` with those who come to this rendezvous."""
     if transport not in ("auto", "shm", "tcp"):
         raise UserError(f"There is no transport {transport!r}.", hint="use 'auto', 'shm' or 'tcp'")
-    if size == 1:
-        return _alone(timeout_seconds)
-    if store is None:
-        raise UserError(f"A group of {size} needs a store to meet at.", hint="make one with `open_store`")
-    meeting = Rendezvous(store, generation, rank, size, timeout_seconds)
+    if meeting.size == 1:
+        return _alone(meeting.timeout_seconds)
     processes = [decode(text) for text in meeting.gather("process", encode(describe_self()))]
     group, reason = (None, "asked for") if transport == "tcp" else share_memory(meeting, processes)
     if group is not None:
         return group
     if transport == "shm":
         raise UserError(
-            "The workers cannot share memory.", why=reason, hint="use transport 'tcp' or 'auto'", rank=rank
+            "The workers cannot share memory.", why=reason, hint="use transport 'tcp' or 'auto'", rank=meeting.rank
         )
     return TcpGroup(meeting, processes, interface, reason)
 
@@ -115,7 +121,12 @@ def _group_on(way: Way, meeting: Rendezvous, processes: Sequence[Process], name:
     memory = map_memory(way.control)
     os.close(way.control)
     board = Board(
-        memory, meeting.rank, meeting.size, meeting.timeout_seconds, lambda rank: is_running(processes[rank])
+        memory,
+        meeting.rank,
+        meeting.size,
+        meeting.timeout_seconds,
+        lambda rank: is_running(processes[rank]),
+        meeting.look,
     )
     return ShmGroup(board, way.swap(board), way.leave, f"{meeting.size} workers on one host, memory by {name}")
 

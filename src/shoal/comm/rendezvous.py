@@ -1,7 +1,7 @@
 """How processes that know only an address and their rank find each other: a store with a prefix per generation."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from shoal.comm.group import lost, name_ranks
 from shoal.spec.errors import MemberLost, UserError
 
+LOOPBACK = "127.0.0.1"
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 
 
@@ -31,7 +32,7 @@ def open_store(address: str, port: int, rank: int, size: int, timeout_seconds: f
         raise _no_store(address, port, timeout_seconds) from error
 
 
-def _open(address: str, port: int, size: int, timeout_seconds: float, *, is_host: bool) -> Store:
+def _open(address: str, port: int, size: int, timeout_seconds: float, *, is_host: bool) -> TCPStore:
     return TCPStore(
         address,
         port,
@@ -51,15 +52,50 @@ def _no_store(address: str, port: int, timeout_seconds: float) -> UserError:
     )
 
 
-class Rendezvous:
-    """One generation's corner of a store. Keys of other generations are invisible, so late messages reach nobody."""
+Gather = Callable[[str, str], list[str]]
+"""(key, value) -> everyone's value for that key, in rank order."""
 
-    def __init__(self, store: Store, generation: int, rank: int, size: int, timeout_seconds: float) -> None:
-        self.store = PrefixStore(f"shoal/{generation}", store)
-        self.rank, self.size, self.timeout_seconds = rank, size, timeout_seconds
+Look = Callable[[Sequence[int], float], None]
+"""(ranks, seconds): called ten times a second by whoever has waited so long for these ranks; may raise to end it."""
+
+
+class Rendezvous:
+    """Where the ranks of one generation find each other: in a corner of a store, or by a `gather` of someone else's.
+
+    Keys of other generations are invisible, so late messages reach nobody. With a `gather`, a store is made only
+    when it is asked for, and rank 0 hosts it. `look` is called while ranks are waited for, here and in the group.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        timeout_seconds: float,
+        *,
+        store: Store | None = None,
+        generation: int = 0,
+        gather: Gather | None = None,
+        look: Look = lambda ranks, seconds: None,
+    ) -> None:
+        self.rank, self.size, self.timeout_seconds, self.look = rank, size, timeout_seconds, look
+        self._store: Store | None = PrefixStore(f"shoal/{generation}", store) if store is not None else None
+        self._gather = gather
+
+    @property
+    def store(self) -> Store:
+        if self._store is None:
+            self._store = self._host_store()
+        return self._store
+
+    def _host_store(self) -> Store:
+        hosted = _open(LOOPBACK, 0, self.size, self.timeout_seconds, is_host=True) if self.rank == 0 else None
+        port = int(self.gather("store", str(hosted.port if hosted else 0))[0])
+        return hosted or _open(LOOPBACK, port, self.size, self.timeout_seconds, is_host=False)
 
     def gather(self, key: str, value: str) -> list[str]:
         """Everyone's value for `key`, in rank order. Raises MemberLost naming those who did not come in time."""
+        if self._gather is not None:
+            return self._gather(key, value)
         keys = [f"{key}/{peer}" for peer in range(self.size)]
         try:
             self.store.set(keys[self.rank], value)

@@ -31,20 +31,23 @@ class Roll:
 
     def compare(self, call: str, code: int) -> None:
         """Return when all ranks have noted the same code for a call. About 0.2 ms a rank."""
-        deadline = time.monotonic() + self.timeout_seconds
+        began = time.monotonic()
         keys = [f"{call}/{peer}" for peer in self._peers]
         self._note(call, code)
         while not self._meeting.await_keys(keys, LOOK_SECONDS):
-            self.look(call, code, deadline)
+            self.look(call, code, began)
         self._compare_noted(call, code)
 
-    def look(self, call: str, code: int, deadline: float) -> None:
+    def look(self, call: str, code: int, began: float) -> None:
         """While a call takes long: raise if a rank has ended, called something else, or is silent too long."""
         self._note(call, code)
         self._compare_noted(call, code)
         self.look_for_the_lost(call)
-        if time.monotonic() >= deadline:
-            raise self.silent([peer for peer in self._peers if not self._has(f"{call}/{peer}")] or self._peers)
+        silent = [peer for peer in self._peers if not self._has(f"{call}/{peer}")] or self._peers
+        seconds = time.monotonic() - began
+        self._meeting.look(silent, seconds)
+        if seconds >= self.timeout_seconds:
+            raise self.silent(silent)
 
     def look_for_the_lost(self, call: str = "") -> None:
         """Raise if a rank of this host has ended, has left before this call, or noted that its connections broke."""

@@ -63,6 +63,10 @@ class ShmGroup:
         """Return when the ranks (default: all others) have reached `value`: the rank that arrived last, maybe us."""
         return self._board.wait(channel, value, ranks)
 
+    def counters(self, channel: int) -> list[int]:
+        """How far each rank has come on a channel; of those that have ended this is final."""
+        return self._board.counters(channel)
+
     def arrivals(self, channel: int, value: int) -> list[int]:
         """When each rank reached `value`, in ns of the host's monotonic clock.
 

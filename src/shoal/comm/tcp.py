@@ -129,7 +129,7 @@ class TcpWork:
         self._roll, self._name, self._code, self._work = roll, name, code, work
 
     def wait(self) -> None:
-        deadline = time.monotonic() + self._roll.timeout_seconds
+        began = time.monotonic()
         while True:
             try:
                 self._work.wait(timedelta(seconds=LOOK_SECONDS))
@@ -137,7 +137,7 @@ class TcpWork:
             except RuntimeError as error:
                 if self._work.is_completed():
                     raise self._roll.roll_call(str(error)) from error
-            self._roll.look(self._name, self._code, deadline)
+            self._roll.look(self._name, self._code, began)
 
 
 class StreamWork:

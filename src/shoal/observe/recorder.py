@@ -54,6 +54,11 @@ class Recorder:
         self._has_news = False
         atexit.register(self.close)
 
+    def enter(self, generation: int, world_size: int, *, is_lead: bool) -> None:
+        """The World is another now; the lead tells of its progress most often."""
+        self.generation, self.world_size = generation, world_size
+        self._progress_every = PROGRESS_SECONDS if is_lead else OTHERS_PROGRESS_SECONDS
+
     def event(self, kind: str, step: int | None = None, **data: Any) -> None:
         """Write an event to the journal; an `error` also goes to the launcher, and is never dropped."""
         event = self._make(kind, step, data)

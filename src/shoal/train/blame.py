@@ -10,9 +10,8 @@ import torch
 from shoal.data.ledger import Ledger, StepPlan, shard_bounds
 from shoal.data.sources import Source
 from shoal.data.stream import StreamSource
-from shoal.spec.errors import UserError
 from shoal.train.flat import shorten
-from shoal.train.sync.table import LossNotFinite
+from shoal.train.sync.table import LossNotFinite, NotFinite
 
 MAX_SAMPLES = 10_000
 """Samples that are looked through again for values that are no numbers."""
@@ -31,19 +30,21 @@ def naming_samples(ledger: Ledger, source: Source, plan: StepPlan, assignment: S
         ids = ledger.ids(plan.epoch, plan.offset + start, plan.offset + start + error.num_samples)
         bad = find_bad(source, ids[:MAX_SAMPLES].tolist())
         owner = next(rank for rank, mine in enumerate(assignment) if error.shard in mine)
-        raise _explain(error, ids.tolist(), bad, f"rank {owner}, shard {error.shard}").at(step=plan.step) from None
+        explained = _explain(error, ids.tolist(), bad, f"rank {owner}, shard {error.shard}")
+        explained.samples = ids.tolist()
+        raise explained.at(step=plan.step) from None
 
 
-def _explain(error: LossNotFinite, ids: list[int], bad: list[int], place: str) -> UserError:
+def _explain(error: LossNotFinite, ids: list[int], bad: list[int], place: str) -> NotFinite:
     plural = "samples" if len(ids) > 1 else "sample"
     message = f"The loss is {error.value} for {plural} {shorten([str(i) for i in ids])} ({place})."
     if bad:
-        return UserError(
+        return NotFinite(
             message,
             why=f"sample {shorten([str(i) for i in bad])} holds nan or inf itself; the step was not taken",
             hint=f"look at `dataset[{bad[0]}]`; clean the data, or leave such samples out",
         )
-    return UserError(
+    return NotFinite(
         message,
         why="the step was not taken, for it would have destroyed the parameters",
         hint="lower the learning rate, clip with `max_norm=1.0`, or look for a logarithm or division at 0",

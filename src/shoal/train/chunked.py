@@ -1,6 +1,8 @@
 """A user's optimizer, made to work on chunks of one flat buffer."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,11 +56,12 @@ class ChunkedOptimizer:
         self.optimizer = optimizer
         self._flat = flat
         self._owned = owned
+        self._before = [list(group["params"]) for group in optimizer.param_groups]
         self._chunks = [nn.Parameter(flat.values[c.start : c.stop]) for c in owned]
         self._witnesses = [nn.Parameter(flat.values.new_zeros(2)) for _ in optimizer.param_groups]
         self._state: dict[str, torch.Tensor] = {}
-        for index, (group, witness) in enumerate(zip(optimizer.param_groups, self._witnesses, strict=True)):
-            group["params"] = [witness, *(p for p, c in self._places() if c.group == index)]
+        self._fill_groups(range(len(owned)), with_witness=True)
+        for group, witness in zip(optimizer.param_groups, self._witnesses, strict=True):
             witness.grad = torch.zeros_like(witness)
             if _may_fuse(optimizer, group):
                 group["fused"] = True
@@ -66,12 +69,57 @@ class ChunkedOptimizer:
         for chunk, gradient in zip(self._chunks, gradients, strict=True):
             chunk.grad = gradient
 
+    def _fill_groups(self, numbers: range, *, with_witness: bool) -> None:
+        """Let the optimizer's groups hold just these of the owned chunks."""
+        for index, (group, witness) in enumerate(zip(self.optimizer.param_groups, self._witnesses, strict=True)):
+            chunks = [self._chunks[number] for number in numbers if self._owned[number].group == index]
+            group["params"] = [witness, *chunks] if with_witness else chunks
+
     def _places(self) -> Iterator[tuple[nn.Parameter, Chunk]]:
         return zip(self._chunks, self._owned, strict=True)
 
     def step(self) -> None:
         """Update the owned chunks from `gradients`."""
         self.optimizer.step()
+
+    def step_some(self, numbers: range) -> None:
+        """Update some of the owned chunks; those from the first on, in order, until all are done."""
+        self._fill_groups(numbers, with_witness=numbers.start == 0)
+        try:
+            self.optimizer.step()
+        finally:
+            self._fill_groups(range(len(self._owned)), with_witness=True)
+
+    def changes(self, numbers: range) -> list[torch.Tensor]:
+        """Everything that `step_some` changes and that others need, as flat tensors."""
+        flats = [self._flat.values, *self._state.values()]
+        return [flat[self._owned[n].start : self._owned[n].stop] for n in numbers for flat in flats]
+
+    @contextmanager
+    def standing_in(
+        self, owned: Sequence[Chunk], gradients: Sequence[torch.Tensor], scalars: Sequence[Mapping[str, float]]
+    ) -> Iterator["ChunkedOptimizer"]:
+        """The same optimizer for the chunks of another rank, which had counted `scalars`; then ours is as before."""
+        groups, state = [group["params"] for group in self.optimizer.param_groups], self.optimizer.state
+        self.optimizer.state = defaultdict(dict)
+        try:
+            other = ChunkedOptimizer(self.optimizer, self._flat, owned, gradients)
+            other._state = dict(self._state)
+            other.restore({f"/{name}": flat for name, flat in self._state.items()}, scalars, self._no_more)
+            yield other
+        finally:
+            self.optimizer.state = state
+            for group, params in zip(self.optimizer.param_groups, groups, strict=True):
+                group["params"] = params
+
+    @staticmethod
+    def _no_more() -> torch.Tensor:
+        raise AssertionError("all state has its place already")
+
+    @property
+    def state_names(self) -> Sequence[str]:
+        """The per-element tensors that have a flat buffer."""
+        return tuple(self._state)
 
     def missing_state(self) -> list[str]:
         """The per-element tensors that the optimizer keeps and that have no flat buffer yet."""
@@ -93,6 +141,16 @@ class ChunkedOptimizer:
             if name in kept:
                 view.copy_(kept[name])
                 kept[name] = view
+
+    def release(self) -> None:
+        """Give the optimizer the parameters back that it was made with."""
+        for group, parameters in zip(self.optimizer.param_groups, self._before, strict=True):
+            group["params"] = parameters
+
+    def forget(self) -> None:
+        """Be as before the first step."""
+        self.optimizer.state.clear()
+        self._state.clear()
 
     def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The optimizer's per-element state, by parameter."""

@@ -29,9 +29,11 @@ def place_errors(rank: int, step: Callable[[], int | None] = lambda: None) -> It
 class Running(Protocol):
     """What knows where in a run it is."""
 
-    rank: int
     place: Place
     _is_closed: bool
+
+    @property
+    def rank(self) -> int: ...
 
 
 T = TypeVar("T", bound=Running)

@@ -1,9 +1,10 @@
 """The training loop: data to gradients, gradients to one update, step after step."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -11,15 +12,21 @@ import torch
 from torch import nn
 
 from shoal.checkpoint.state import State, digest
-from shoal.data.ledger import Piece, StepPlan
-from shoal.data.loader import load_steps
+from shoal.data.ledger import Piece, Place, StepPlan
+from shoal.data.loader import Loader, load_steps
+from shoal.data.readers import Loaded
 from shoal.data.shares import Schedule, Speed, rebalance
 from shoal.engine.env import read_worker
+from shoal.spec.errors import MemberLost
 from shoal.spec.event import StepMetrics
 from shoal.train import evaluation, setup
 from shoal.train.agree import check_agreement, check_same, facts_of
 from shoal.train.blame import naming_samples
+from shoal.train.calls import Calls
+from shoal.train.ending import Ending
 from shoal.train.errors import in_run, in_user_code, place_errors
+from shoal.train.faulty import read_faults
+from shoal.train.feed import Feed
 from shoal.train.lone import show_errors
 from shoal.train.loss import Loss, as_sum, check_differentiable, move
 from shoal.train.measure import Measurement
@@ -27,10 +34,16 @@ from shoal.train.parts import check_batch, check_parts
 from shoal.train.resume import read_progress, write_progress
 from shoal.train.saving import say
 from shoal.train.settings import make_settings
+from shoal.train.skips import MOST_IN_A_ROW, Skips
 from shoal.train.sync.sync import Outcome, Row
+from shoal.train.sync.table import NotFinite
+from shoal.train.team import Subject, Team
 from shoal.train.traits import ChangingBuffers, seed_of
 
 T = TypeVar("T")
+
+HOLD, STOP = 1, 2
+"""What a worker may wish for after a step: to stand still for another World, or to end the run."""
 
 BALANCE_EVERY = 10
 """Steps between looks at the workers' speeds."""
@@ -75,9 +88,8 @@ class Trainer:
     ) -> None:
         show_errors()
         facts = read_worker()
-        self.rank, self.world_size = facts.rank, facts.world_size
         number = setup.count_trainers()
-        with place_errors(self.rank), ExitStack() as opened:
+        with place_errors(facts.rank), ExitStack() as opened:
             self.settings, origins = make_settings({"batch_size": batch_size, **settings}, facts.options)
             check_parts(model, loss, optimizer, scheduler)
             self.run_dir, self._recorder = setup.open_run(facts, run_dir, resume, opened)
@@ -88,30 +100,54 @@ class Trainer:
             self.optimizer, self.scheduler, self._loss = optimizer, scheduler, loss
             setup.start_from(self.model, init_from, strict, self._recorder)
             self._source = setup.make_source(dataset, collate, self.settings)
-            self._group = setup.connect(facts, self.device, self.settings, number, opened)
-            traits = setup.probe_model(self.model, loss, self._source, self.settings, self.device, self.rank)
-            self.ledger = setup.make_ledger(self.settings, self._source, traits, self.world_size)
-            check_same(self._group, self.model, optimizer, facts_of(self.settings, self.ledger, scheduler))
-            setup.check_same_data(self._group, self._source, self._recorder)
-            self._sync = setup.make_sync(self._group, self.model, optimizer, self.settings, self.ledger.num_shards)
-            opened.callback(self._sync.close)
-            self._store = setup.open_store(facts, self.run_dir, self.settings, self._recorder, number, opened)
+            traits = setup.probe_model(self.model, loss, self._source, self.settings, self.device, facts.rank)
+            self.ledger = setup.make_ledger(self.settings, self._source, traits, facts.world_size)
             self._buffers = ChangingBuffers(self.model, traits.changing)
             self._merges = traits.is_plain and not self.settings.exact
             self._draws = traits.is_random
-            self._schedule = Schedule(self.ledger.num_shards, [1 / self.world_size] * self.world_size)
             self._speed = Speed()
-            self.place = self.ledger.place(0)
-            self._goal = self.place
+            self.place = self._goal = self.ledger.place(0)
             self._num_steps: int | None = None
             self._saved_step = -1
+            self._skips = Skips()
             self._is_first = True
             self._is_closed = False
+            self._is_resumed = resume or facts.is_resumed
             self._measurement = Measurement(self._recorder) if facts.is_measured else None
-            setup.record_settings(self._recorder, self.settings, origins, self.ledger, traits, self._sync)
-            if resume or facts.is_resumed:
-                self._resume()
+            self._ending = Ending(facts)
+            self._faults = read_faults(facts, self.run_dir)
+            self._team = Team(
+                facts,
+                number,
+                Subject(
+                    model=self.model,
+                    optimizer=optimizer,
+                    settings=self.settings,
+                    num_shards=self.ledger.num_shards,
+                    device=self.device,
+                    reach=lambda point: self._reach(point, self.place.step),
+                ),
+            )
+            self._calls = Calls(self._team, self, number)
+            opened.callback(self._team.leave)
+            self._store = setup.open_store(facts, self.run_dir, self.settings, self._recorder, number, opened)
+            self._feed: Feed | None = None
+            if not self._team.is_elastic:
+                self._team.meet()
+                self.begin()
+            sync = type(self._team.sync).__name__ if self._team.sync else "elastic"
+            setup.record_settings(self._recorder, self.settings, origins, self.ledger, traits, sync)
             self._opened = opened.pop_all()
+
+    @property
+    def rank(self) -> int:
+        """This worker's position among those who train now; in an elastic run it may change between two steps."""
+        return self._team.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many workers train now."""
+        return self._team.size
 
     # Training.
 
@@ -122,89 +158,125 @@ class Trainer:
         A resumed script reaches the calls of `fit` that it made before; what they did already is not done again.
         """
         stop_epoch, stop_step, goal = setup.next_goal(self.ledger, self._goal, epochs, steps)
-        check_agreement(self._group, {"epochs= of fit()": epochs, "steps= of fit()": steps})
-        with self._load(stop_epoch, stop_step) as batches:
-            for batch in batches:
-                self.step(batch)
-        self._goal = goal or self.place
-        if self._measurement is not None:
-            self._measurement.end()
-        if self.place.step != self._saved_step:
-            self.save(wait=True)
+        with self._calls.make("fit") as call:
+            if call.is_over:
+                self._goal = goal or Place(**call.result)
+                return self
+            if not self._team.is_elastic:  # else some come later
+                check_agreement(self._team.group, {"epochs= of fit()": epochs, "steps= of fit()": steps})
+            with self._load(stop_epoch, stop_step) as batches:
+                for batch in batches:
+                    self.step(batch)
+            self._goal = goal or self.place
+            if self._measurement is not None:
+                self._measurement.end()
+            if self.place.step != self._saved_step:
+                self.save(wait=True)
+            call.result = asdict(self.place)
         return self
 
     @in_run
     def __iter__(self) -> Iterator[Batch]:
         """This worker's batches of one epoch, or of the rest of it: `for batch in trainer: trainer.step(batch)`."""
         stop_epoch, stop_step, goal = setup.next_goal(self.ledger, self._goal, 1, None)
-        try:
-            with self._load(stop_epoch, stop_step) as batches:
-                yield from batches
-        except GeneratorExit:
-            goal = self.place  # the caller left the loop: what follows goes on from here
-            raise
-        finally:
-            self._goal = goal or self.place
+        with self._calls.make("iterate") as call:
+            if call.is_over:
+                self._goal = Place(**call.result)
+                return
+            try:
+                with self._load(stop_epoch, stop_step) as batches:
+                    yield from batches
+            except GeneratorExit:
+                goal = self.place  # the caller left the loop: what follows goes on from here
+                raise
+            finally:
+                self._goal = goal or self.place
+                call.result = asdict(self._goal)
 
     @contextmanager
     def _load(self, stop_epoch: int | None, stop_step: int | None) -> Iterator[Iterator[Batch]]:
         self._num_steps = setup.last_step(self.ledger, stop_epoch, stop_step)
-        loader = load_steps(
-            self._source,
-            self.ledger,
-            self.place,
-            lambda step: self._schedule.at(step)[self.rank],
-            merge=self._merges,
-            max_piece=self.settings.microbatch_size,
-            stop_step=stop_step,
-            stop_epoch=stop_epoch,
-            num_processes=self.settings.loaders,
-        )
-        self._depth = loader.depth
-        with place_errors(self.rank, lambda: self.place.step), loader:
-            yield (Batch(plan=plan, pieces=pieces, load_seconds=loader.load_seconds) for plan, pieces in loader)
+
+        def start() -> Loader:
+            return load_steps(
+                self._source,
+                self.ledger,
+                self.place,
+                lambda step: self._schedule.at(step)[self.rank],
+                merge=self._merges,
+                max_piece=self.settings.microbatch_size,
+                stop_step=stop_step,
+                stop_epoch=stop_epoch,
+                num_processes=self.settings.loaders,
+            )
+
+        with place_errors(self.rank, lambda: self.place.step), self._ending.stepping(), Feed(start) as self._feed:
+            yield map(self._batch, self._feed)
+
+    def _batch(self, loaded: Loaded) -> Batch:
+        assert self._feed is not None
+        return Batch(plan=loaded[0], pieces=loaded[1], load_seconds=self._feed.loader.load_seconds)
 
     @in_run
     def step(self, batch: Batch) -> float:
-        """Train on one batch, together with all other workers. Returns the loss over the whole global batch."""
+        """Train on one batch, together with all other workers. Returns the loss over the whole global batch.
+
+        A step whose loss or gradient is no number is not taken: its loss is NaN.
+        """
         started = time.perf_counter()
         check_batch(batch, Batch)
-        plan, sync = batch.plan, self._sync
+        outcome: Outcome | NotFinite | None = None
+        while outcome is None:
+            try:
+                outcome = self._attempt(batch)
+            except NotFinite as error:
+                outcome = error
+                self._buffers.write(self._at_start)
+            except MemberLost as error:
+                self._buffers.write(self._at_start)
+                outcome = self._reform(error)
+                if outcome is None and self._feed is not None:  # it never happened: again, with other shards
+                    batch = self._batch(next(self._feed))
+        if isinstance(outcome, NotFinite):
+            return self._skip(batch.plan, outcome)
+        self._commit(batch.plan, outcome)
+        self._record(batch, outcome, started, self._compute_seconds)
+        self._after_step(batch.plan, outcome)
+        return outcome.totals.loss
+
+    def _attempt(self, batch: Batch) -> Outcome:
+        """Forward and backward of this worker's part, then sum and update with everybody."""
+        started = time.perf_counter()
+        plan, sync, rank = batch.plan, self._team.sync, self._team.rank
+        assert sync is not None
         assignment = self._schedule.at(plan.step)
+        at_start = self._at_start = self._buffers.read() if self._buffers else None
+        self._reach("start", plan.step)
         sync.begin(self.ledger.num_shards, assignment)
-        at_start = self._buffers.read() if self._buffers else None
         rows: list[Row] = []
 
         for index, (piece, data) in enumerate(zip(plan.pieces, batch.pieces, strict=True)):
             is_last = index + 1 == len(plan.pieces)
-            with in_user_code(self.rank, plan.step, data, "loss(model, batch)", self._loss):
+            with in_user_code(rank, plan.step, data, "loss(model, batch)", self._loss):
                 total, factor, row = self._forward(plan, piece, data, at_start)
             rows.append(row)
+            self._reach("forward", plan.step)
             if is_last:
                 # Before the last backward: so everyone knows what the whole batch weighs when sums are taken.
-                sync.post(rows, assignment[self.rank], self._speed.seconds_per_sample() or 0.0)
+                sync.post(rows, assignment[rank], self._speed.seconds_per_sample() or 0.0, self._wish())
             sync.gradients.open((piece.shards.start, piece.shards.stop), is_last=is_last)
-            with in_user_code(self.rank, plan.step, data, "the backward of the loss"):
+            with in_user_code(rank, plan.step, data, "the backward of the loss"):
                 total.backward(gradient=torch.tensor(factor, dtype=total.dtype, device=total.device))
             sync.gradients.close()
         if not rows:
-            sync.post(rows, assignment[self.rank], 0.0)
+            sync.post(rows, assignment[rank], 0.0, self._wish())
 
-        computed = time.perf_counter()
+        self._compute_seconds = time.perf_counter() - started
+        self._reach("backward", plan.step)
         if self._is_first:
-            setup.check_unused(self._group, sync, self.settings.unused)
-            self._is_first = False
+            setup.check_unused(self._team.group, sync, self.settings.unused)
         with naming_samples(self.ledger, self._source, plan, assignment):
-            outcome = sync.finish()
-        if at_start is not None and outcome.totals.buffers is not None:
-            self._buffers.write(outcome.totals.buffers)
-        self.place = plan.after
-        self._speed.add(computed - started, plan.num_samples)
-        self._after_step(plan, outcome)
-        self._record(batch, outcome, started, computed - started)
-        if self._measurement is not None:
-            self._measurement.add(plan.count, outcome.totals.seconds_per_sample)
-        return outcome.totals.loss
+            return sync.finish()
 
     def _forward(
         self, plan: StepPlan, piece: Piece, data: Any, at_start: torch.Tensor | None
@@ -217,6 +289,8 @@ class Trainer:
         with setup.autocast(self.settings.precision, self.device):
             result = self._loss(self._called, move(data, self.device))
         total, factor, weight = as_sum(result, piece.num_samples)
+        if self._faults is not None:
+            total = self._faults.spoil(total, plan.step)
         check_differentiable(total)
         row = Row(
             shard=piece.shards.start,
@@ -227,20 +301,55 @@ class Trainer:
         )
         return total, factor, row
 
-    def _after_step(self, plan: StepPlan, outcome: Outcome) -> None:
-        """Schedulers, shares and checkpoints: all workers decide the same, each from the same numbers."""
-        ended_epoch = self.place.epoch > plan.epoch
-        if self.scheduler is not None and (self.settings.schedule == "step" or ended_epoch):
+    def _reach(self, point: str, step: int) -> None:
+        """What is to go wrong on purpose goes wrong here."""
+        if self._faults is not None:
+            self._faults.reach(point, step)
+
+    def _commit(self, plan: StepPlan, outcome: Outcome) -> None:
+        """The step counts, on every worker."""
+        if outcome.totals.buffers is not None:
+            self._buffers.write(outcome.totals.buffers)
+        self.place = plan.after
+        self._is_first = False
+        self._speed.add(self._compute_seconds, plan.num_samples)
+        if self.scheduler is not None and (self.settings.schedule == "step" or self.place.epoch > plan.epoch):
             self.scheduler.step()
+
+    def _after_step(self, plan: StepPlan, outcome: Outcome) -> None:
+        """Shares, checkpoints, newcomers: all workers decide the same, each from the same numbers."""
+        totals = outcome.totals
         if self.settings.balance and self.world_size > 1 and self.place.step % BALANCE_EVERY == 0:
-            self._rebalance(outcome.totals.seconds_per_sample)
+            self._rebalance(totals.seconds_per_sample)
         every = self.settings.checkpoint_every
         if every and self.place.step % every == 0:
             self.save()
+        if self._measurement is not None:
+            self._measurement.add(plan.count, totals.seconds_per_sample)
+        if totals.wish == STOP:
+            self._end()
+        if totals.wish == HOLD and len(totals.seconds_per_sample) == self.world_size:
+            self._hold()
+
+    def _skip(self, plan: StepPlan, error: NotFinite) -> float:
+        """Leave a step out, on all workers alike; after several in a row go back to the last checkpoint."""
+        self.place = plan.after
+        self._recorder.event("step_skipped", plan.step, message=error.message, samples=list(error.samples))
+        say(f"{error.render()}\n  now: the step is left out".replace("error:", "warning:", 1), self.rank)
+        if self._skips.add(plan.step):
+            if not self._skips.may_go_back(plan.step) or self._store is None or not self._store.list():
+                raise error
+            self._together(self._resume)
+            if self._feed is not None:
+                self._feed.drop()
+            say(f"shoal: {MOST_IN_A_ROW} steps in a row were no good; back to step {self.place.step}", self.rank)
+        return math.nan
 
     def _rebalance(self, seconds_per_sample: tuple[float, ...]) -> None:
         # No worker can have planned further than this: its loader is at most so many steps ahead.
-        effective = self.place.step + self._depth
+        if self._feed is None or len(seconds_per_sample) != self.world_size:
+            return
+        effective = self.place.step + self._feed.loader.depth
         shares = self._schedule.shares_at(effective)
         better = rebalance(shares, seconds_per_sample, num_shards=self.ledger.num_shards)
         if better == shares:
@@ -267,11 +376,107 @@ class Trainer:
                 wait=outcome.wait,
                 load=batch.load_seconds,
                 other=max(0.0, spent - compute - outcome.communicate - outcome.wait),
-                waited_for=outcome.waited_for,
+                waited_for=None if outcome.waited_for is None else self._team.worker(outcome.waited_for),
                 grad_norm=outcome.norm,
             ),
             self._num_steps,
         )
+
+    # The World.
+
+    def _reform(self, error: MemberLost) -> Outcome | NotFinite | None:
+        """Go on without those who were lost; what became of the step that was under way."""
+        if not self._team.is_elastic:
+            raise error
+        outcome = self._team.reform(self)
+        self._settle_in()
+        return outcome
+
+    def _settle_in(self) -> None:
+        """This worker has met its World: shares begin anew, and what was loaded ahead is for other shards."""
+        team = self._team
+        self._schedule = Schedule(self.ledger.num_shards, [1 / team.size] * team.size)
+        self._speed.clear()
+        generation = team.world.generation if team.world is not None else 0
+        self._recorder.enter(generation, team.size, is_lead=team.rank == 0)
+        if self._feed is not None:
+            self._feed.drop()
+        if team.link is not None:
+            team.link.step = self.place.step
+
+    def _hold(self) -> None:
+        """Stand still after this step, as all others do, until there is another World."""
+        link = self._team.link
+        assert link is not None
+        assert self._team.world is not None
+        link.send(
+            "boundary",
+            generation=self._team.world.generation,
+            trainer=link.trainer,
+            call=link.call,
+            step=self.place.step,
+        )
+        self._team.reform(self)
+        self._settle_in()
+
+    def _wish(self) -> int:
+        link = self._team.link
+        if self._ending.is_asked or (link is not None and link.is_stopping):
+            return STOP
+        return HOLD if link is not None and link.is_held else 0
+
+    def _end(self) -> None:
+        """Save what there is and end, because we were asked to."""
+        if self.place.step != self._saved_step:
+            self._write(wait=True)
+        if self._ending.is_asked:
+            self._ending.end()
+        raise SystemExit(143)
+
+    def _together(self, act: Callable[[], T]) -> T:
+        """Do something with all workers; where one is lost meanwhile, again with those who are left.
+
+        Nobody goes on before all have done it, so that all know whether it must be done again.
+        """
+        team, done = self._team, list[T]()
+        if not team.is_elastic:
+            return act()
+        while True:
+            try:
+                if not done:
+                    done.append(act())
+                    team.num_acts += 1
+                team.group.barrier()
+                return done[0]
+            except MemberLost as error:
+                self._reform(error)
+                if done and team.least_acts < team.num_acts:
+                    team.num_acts -= 1
+                    done.clear()
+
+    def begin(self) -> None:
+        """The workers have met for the first time: do they agree? Then go on from a checkpoint, if asked to."""
+        group = self._team.group
+        check_same(group, self.model, self.optimizer, facts_of(self.settings, self.ledger, self.scheduler))
+        setup.check_same_data(group, self._source, self._recorder)
+        self._team.agree()
+        if self._is_resumed:
+            self._resume()
+        self._settle_in()
+
+    def tell(self) -> dict[str, Any]:
+        """What a newcomer needs to know besides the tensors."""
+        facts = write_progress(self.place, self.settings, self.ledger, self.optimizer, self.scheduler, [])
+        return facts | {"step": self.place.step, "saved_step": self._saved_step}
+
+    def take(self, state: State) -> list[dict[str, float]]:
+        """Be where the others are."""
+        self.place, counts = read_progress(
+            state, self.ledger, self.settings, self.optimizer, self.scheduler, self.model
+        )
+        self._saved_step = int(state.facts["saved_step"])
+        self._is_first = False
+        return counts
 
     # State.
 
@@ -281,28 +486,37 @@ class Trainer:
 
         With `wait` none of them returns before it is on disk, so that any may read it then.
         """
+        with self._calls.make("save") as call:
+            if not call.is_over:
+                self._together(lambda: self._write(wait=True)) if wait else self._write()
+
+    def _write(self, *, wait: bool = False) -> None:
         self._saved_step = self.place.step
+        sync = self._team.sync
+        assert sync is not None
         if self._store is not None and self.rank == 0:
             facts = write_progress(
-                self.place, self.settings, self.ledger, self.optimizer, self.scheduler, self._sync.replica
+                self.place, self.settings, self.ledger, self.optimizer, self.scheduler, sync.replica.scalars()
             )
-            tensors = dict(self._sync.replica.tensors())
+            tensors = dict(sync.replica.tensors())
             self._store.save(State(step=self.place.step, tensors=tensors, facts=facts), wait=wait)
-        if wait:
-            self._sync.barrier()
+        if wait and not self._team.is_elastic:
+            sync.barrier()
 
     def _resume(self) -> None:
         if self._store is None or not self._store.list():
             self._recorder.event("resumed", 0, path=None)
             say(f"shoal: no checkpoint in {self.run_dir} yet; starting at step 0", self.rank)
             return
+        sync = self._team.sync
+        assert sync is not None
         loaded = self._store.load()
-        setup.check_same_step(self._group, loaded.state.step)
+        setup.check_same_step(self._team.group, loaded.state.step)
         place, scalars = read_progress(
             loaded.state, self.ledger, self.settings, self.optimizer, self.scheduler, self.model
         )
-        self._sync.replica.restore(loaded.state.tensors, scalars)
-        self._sync.barrier()
+        sync.replica.restore(loaded.state.tensors, scalars)
+        sync.barrier()
         self.place = place
         self._saved_step = self.place.step
         if self.rank == 0:
@@ -310,38 +524,55 @@ class Trainer:
 
     def digest(self) -> str:
         """The sha256 of the model's parameters and buffers: equal exactly if they are equal bit for bit."""
-        return digest({name: value for name, value in self._sync.replica.tensors() if name.startswith("model/")})
+        return digest(
+            {
+                f"model/{name}": value.detach()
+                for name, value in self.model.state_dict(keep_vars=True).items()
+                if isinstance(value, torch.Tensor)
+            }
+        )
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Inside, the model has its averaged parameters (`ema=`); all workers enter and leave together."""
-        self._sync.barrier()
-        self._sync.replica.swap_average()
-        self._sync.barrier()
+        self._swap_average()
         try:
             yield
         finally:
-            self._sync.barrier()
-            self._sync.replica.swap_average()
-            self._sync.barrier()
+            self._swap_average()
+
+    def _swap_average(self) -> None:
+        sync = self._team.sync
+        assert sync is not None
+        sync.barrier()
+        sync.replica.swap_average()
+        sync.barrier()
 
     # Using the model.
 
     def evaluate(self, dataset: Any, loss: Loss | None = None) -> dict[str, float]:
         """The loss, or what `loss` measures, over a dataset, every sample counted once. See `evaluation.evaluate`."""
-        return self._use(evaluation.evaluate, loss or self._loss, dataset)
+        result: dict[str, float] = self._use("evaluate", evaluation.evaluate, loss or self._loss, dataset)
+        return result
 
     def predict(self, dataset: Any, forward: evaluation.Forward = evaluation.call_model) -> Any:
         """The model's outputs for a dataset, in its order, on every worker. See `evaluation.predict`."""
-        return self._use(evaluation.predict, forward, dataset)
+        return self._use("predict", evaluation.predict, forward, dataset)
 
     @in_run
-    def _use(self, act: Callable[..., T], function: Callable[..., Any], dataset: Any) -> T:
+    def _use(self, name: str, act: Callable[..., Any], function: Callable[..., Any], dataset: Any) -> Any:
         # Samples of one forward: a function of the settings alone, so that results do not depend on the workers.
         block = min(self.settings.microbatch_size or self.settings.batch_size, -(-self.settings.batch_size // 4))
         with place_errors(self.rank), setup.autocast(self.settings.precision, self.device):
             source = setup.make_source(dataset, None, self.settings, is_whole=False)
-            return act(self.model, function, source, self._group, block, self.device)
+            with self._calls.make(name) as call:
+                if not call.is_over:
+                    result = self._together(
+                        lambda: act(self.model, function, source, self._team.group, block, self.device)
+                    )
+                    call.result = result if name == "evaluate" else None
+                    return result
+            return call.result
 
     def close(self) -> None:
         """Finish writing, leave the group, and give the parameters memory of their own.

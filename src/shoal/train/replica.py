@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from shoal.train.chunked import ChunkedOptimizer, is_elementwise
-from shoal.train.flat import Chunk, FlatModel
+from shoal.train.flat import CHUNK, Chunk, FlatModel
+from shoal.train.undo import BATCH_CHUNKS, Undo
 from shoal.train.whole import WholeOptimizer
 
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
@@ -35,6 +36,7 @@ class Replica:
         self._allocate = allocate
         self._is_source = is_source
         self._decay = ema_decay
+        self.counted: list[dict[str, float]] = []
         self.owned: Sequence[Chunk] = self.flat.layout.owned(*owner)
         self.average = allocate(self.flat.layout.total, self.flat.dtype) if ema_decay is not None else None
         if self.average is not None and is_source:
@@ -50,10 +52,62 @@ class Replica:
     def update(self) -> None:
         """Apply `gradient` to the owned part."""
         self.optimizer.step()
+        self._follow(self.owned)
+        self._adopt()
+
+    def update_with(self, undo: Undo, turn: int) -> None:
+        """`update`, so that another worker can complete it, should this one die on the way."""
+        assert isinstance(self.optimizer, ChunkedOptimizer)
+        self.counted = self.optimizer.scalars()
+        self._run(undo, turn, self.optimizer, self.owned)
+
+    def complete(
+        self, undo: Undo, turn: int, owned: Sequence[Chunk], gradient: Callable[[Chunk, torch.Tensor], None]
+    ) -> None:
+        """Complete the update of another worker, from the record it left. `gradient` fills in a chunk's."""
+        assert isinstance(self.optimizer, ChunkedOptimizer)
+        gradients = [self.flat.values.new_empty(place.stop - place.start) for place in owned]
+        for place, out in zip(owned, gradients, strict=True):
+            gradient(place, out)
+        with self.optimizer.standing_in(owned, gradients, self.counted) as optimizer:
+            self._run(undo, turn, optimizer, owned)
+
+    def _run(self, undo: Undo, turn: int, optimizer: ChunkedOptimizer, owned: Sequence[Chunk]) -> None:
+        batches = [range(at, min(at + BATCH_CHUNKS, len(owned))) for at in range(0, len(owned), BATCH_CHUNKS)]
+        batches = batches or [range(0)]  # what the optimizer counts goes on without a chunk, too
+        average = self.average
+
+        def act(number: int) -> None:
+            optimizer.step_some(batches[number])
+            self._follow([owned[index] for index in batches[number]])
+
+        def changes(batch: range) -> list[torch.Tensor]:
+            averages = [] if average is None else [average[owned[n].start : owned[n].stop] for n in batch]
+            return [*optimizer.changes(batch), *averages]
+
+        undo.run(turn, [changes(batch) for batch in batches], act)
+
+    @property
+    def num_kept(self) -> int:
+        """How many elements an Undo must hold."""
+        num_flats = 1 + len(self.optimizer.state_names) + (self.average is not None)
+        return BATCH_CHUNKS * CHUNK * num_flats
+
+    def take_back(self, initial: torch.Tensor) -> None:
+        """Undo the first step: the parameters are as they were, and the optimizer has no memory of it."""
+        self.flat.values.copy_(initial)
+        if self.average is not None:
+            self.average.copy_(initial)
+        self.optimizer.forget()
+
+    def _follow(self, places: Sequence[Chunk]) -> None:
+        """Let the moving average follow the parameters."""
         if self.average is not None and self._decay is not None:
-            for place in self.owned:
+            for place in places:
                 span = slice(place.start, place.stop)
                 self.average[span].lerp_(self.flat.values[span], 1 - self._decay)
+
+    def _adopt(self) -> None:
         for name in self.optimizer.missing_state():
             self.optimizer.adopt_state(name, self._allocate(self.flat.layout.total, self.flat.dtype))
 

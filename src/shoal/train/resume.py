@@ -1,6 +1,6 @@
 """What a checkpoint says besides tensors: where the run was, and how it was going on."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from shoal.checkpoint.state import State
 from shoal.data.ledger import Ledger, Place
 from shoal.spec.errors import UserError
 from shoal.train.flat import shorten
-from shoal.train.replica import Replica
 from shoal.train.settings import Settings
 
 FIXED = ("seed", "shuffle", "exact")
@@ -24,9 +23,9 @@ def write_progress(
     ledger: Ledger,
     optimizer: torch.optim.Optimizer,
     scheduler: Any,
-    replica: Replica,
+    counts: Sequence[Mapping[str, float]],
 ) -> dict[str, Fact]:
-    """Everything but the tensors. No worker count appears in it."""
+    """Everything but the tensors; `counts` are the optimizer's. No worker count appears in it."""
     return {
         "position": place.position,
         "epoch": place.epoch,
@@ -35,7 +34,7 @@ def write_progress(
         "settings": {name: getattr(settings, name) for name in FIXED},
         "optimizer": type(optimizer).__name__,
         "groups": [hyper_parameters(group) for group in optimizer.param_groups],
-        "counts": replica.scalars(),
+        "counts": list(counts),
         "scheduler": plain(scheduler.state_dict()) if scheduler is not None else None,
         "torch": str(torch.__version__),
     }

@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from functools import cache
@@ -147,14 +147,14 @@ def meeting(address: str, port: int, rank: int, size: int) -> dist.Store:
     return open_meeting(address, port, rank, size)
 
 
-def connect(facts: WorkerFacts, device: torch.device, settings: Settings, trainer: int, opened: ExitStack) -> Group:
+def connect(facts: WorkerFacts, device: torch.device, settings: Settings, trainer: int) -> Group:
     """Meet the other workers: through shared memory on one host, through sockets else."""
     store = None
     if facts.world_size > 1:
         store = dist.PrefixStore(
             f"trainer-{trainer}", meeting(facts.master_addr, facts.master_port, facts.rank, facts.world_size)
         )
-    group = connect_group(
+    return connect_group(
         facts.rank,
         facts.world_size,
         store,
@@ -162,8 +162,6 @@ def connect(facts: WorkerFacts, device: torch.device, settings: Settings, traine
         transport="tcp" if device.type == "cuda" else settings.transport,
         timeout_seconds=settings.timeout_seconds,
     )
-    opened.callback(group.close)
-    return group
 
 
 def probe_model(
@@ -237,29 +235,40 @@ def _check_exact_shards(settings: Settings, num_shards: int) -> None:
 
 
 def make_sync(
-    group: Group, model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, num_shards: int
+    group: Group,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    settings: Settings,
+    num_shards: int,
+    *,
+    source: int = 0,
+    is_elastic: bool = False,
+    reach: Callable[[str], None] = lambda point: None,
 ) -> Sync:
     """One set of parameters in shared memory where that is possible, else a copy for each worker."""
-    share_rest(group, model)
+    share_rest(group, model, source)
     keywords: dict[str, Any] = {
         "num_shards": num_shards,
         "exact": settings.exact,
         "max_norm": settings.max_norm,
         "ema_decay": settings.ema,
+        "source": source,
+        "is_elastic": is_elastic,
+        "reach": reach,
     }
     if isinstance(group, ShmGroup) and is_elementwise(optimizer):
         return SharedMemorySync(group, model, optimizer, **keywords)
     return MessageSync(group, model, optimizer, **keywords)
 
 
-def share_rest(group: Group, model: nn.Module) -> None:
-    """Give everyone rank 0's buffers and frozen parameters."""
+def share_rest(group: Group, model: nn.Module, source: int) -> None:
+    """Give everyone the source's buffers and frozen parameters."""
     state = model.state_dict(keep_vars=True)
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
     for value in tensors:
         if not value.requires_grad and value.numel():
             data = value.detach().contiguous().view(-1).view(torch.uint8).clone()
-            group.broadcast(data, root=0).wait()
+            group.broadcast(data, root=source).wait()
             value.detach().copy_(data.view(value.dtype).view(value.shape))
 
 
@@ -328,7 +337,7 @@ def open_store(
 
 
 def record_settings(
-    recorder: Recorder, settings: Settings, origins: Mapping[str, str], ledger: Ledger, traits: Traits, sync: Sync
+    recorder: Recorder, settings: Settings, origins: Mapping[str, str], ledger: Ledger, traits: Traits, sync: str
 ) -> None:
     """Write down every value in effect and where it came from."""
     if recorder.rank != 0:
@@ -336,7 +345,7 @@ def record_settings(
     values = {name: {"value": value, "source": origins[name]} for name, value in asdict(settings).items()}
     values["shards"] = {"value": ledger.num_shards, "source": origins["shards"] if settings.shards else "chosen"}
     values["threads"] = {"value": torch.get_num_threads(), "source": origins["threads"]}
-    found = {"sync": type(sync).__name__, "is_random": traits.is_random, "changing_buffers": len(traits.changing)}
+    found = {"sync": sync, "is_random": traits.is_random, "changing_buffers": len(traits.changing)}
     values |= {name: {"value": value, "source": "found"} for name, value in found.items()}
     recorder.event("settings", None, **values)
 

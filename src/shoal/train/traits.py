@@ -69,7 +69,9 @@ class ChangingBuffers:
         torch._foreach_copy_(self._parts, self._buffers)
         return self._vector.clone()
 
-    def write(self, values: torch.Tensor) -> None:
+    def write(self, values: torch.Tensor | None) -> None:
+        if values is None:
+            return
         self._vector.copy_(values)
         self._vector[: self._num_counts].round_()
         torch._foreach_copy_(self._buffers, self._parts)

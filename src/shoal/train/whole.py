@@ -29,6 +29,14 @@ class WholeOptimizer:
     def adopt_state(self, name: str, flat: torch.Tensor) -> None:
         raise AssertionError("a whole optimizer keeps its own state")
 
+    state_names: Sequence[str] = ()
+
+    def release(self) -> None:
+        """It has its own parameters."""
+
+    def forget(self) -> None:
+        self.optimizer.state.clear()
+
     def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in zip(self._flat.layout.names, self._flat.parameters, strict=True):
             for key, value in self.optimizer.state.get(parameter, {}).items():

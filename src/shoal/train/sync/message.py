@@ -2,18 +2,19 @@
 
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from shoal.comm.group import Group, Work
+from shoal.elastic.commit import Report, outcome_of
 from shoal.train import tree
 from shoal.train.gradients import Gradients
 from shoal.train.replica import Replica
 from shoal.train.summing import StepSum, square_of
-from shoal.train.sync.sync import Outcome, Row
-from shoal.train.sync.table import StepTable, checked_norm, not_finite
+from shoal.train.sync.sync import Outcome, Row, Totals
+from shoal.train.sync.table import NotFinite, StepTable, checked_norm, not_finite
 
 BUCKET_ELEMENTS = 2**20
 """Gradients are sent in buckets of this size: large enough to fill a link, small enough to start early."""
@@ -36,7 +37,13 @@ class MessageSync:
         exact: bool,
         max_norm: float | None = None,
         ema_decay: float | None = None,
+        source: int = 0,
+        is_elastic: bool = False,
+        reach: Callable[[str], None] = lambda point: None,
     ) -> None:
+        self._reach = reach
+        self._is_elastic = is_elastic
+        self._turn = self._voted = self._committed = 0
         self._group = group
         self._exact = exact
         self._max_norm = max_norm
@@ -49,7 +56,7 @@ class MessageSync:
             is_source=True,
             ema_decay=ema_decay,
         )
-        group.broadcast(self.replica.flat.values, root=0).wait()
+        group.broadcast(self.replica.flat.values, root=source).wait()
         layout = self.replica.flat.layout
         self._total = layout.total
         self._stops = [*range(BUCKET_ELEMENTS, layout.total, BUCKET_ELEMENTS), layout.total]
@@ -63,14 +70,16 @@ class MessageSync:
         self._sent: list[Work] = []
 
     def begin(self, num_shards: int, assignment: Sequence[range]) -> None:
+        self._turn += 1
         self._num_shards = num_shards
         self._assignment = assignment
         self._sent = []
         self._table.clear()
         self.gradients.begin(num_shards, assignment[self._group.rank])
 
-    def post(self, rows: Sequence[Row], mine: range, seconds_per_sample: float) -> None:
-        self._table.write(rows, mine, self._group.rank, seconds_per_sample)
+    def post(self, rows: Sequence[Row], mine: range, seconds_per_sample: float, wish: int = 0) -> None:
+        self._table.write(rows, mine, self._group.rank, seconds_per_sample, wish)
+        self._reach("posted")
 
     def _send(self, num_elements: int) -> None:
         """Send every bucket that is now final."""
@@ -91,12 +100,9 @@ class MessageSync:
             self._gather()
         for sent in [*self._sent, work]:
             sent.wait()
-        totals = self._table.read(self._num_shards)
-        self.replica.gradient.mul_(1.0 / totals.weight)
-        norm = checked_norm(self._squares(), self._find_not_finite)
-        if self._max_norm is not None and norm > self._max_norm:
-            self.replica.gradient.mul_(self._max_norm / norm)
-        self.replica.update()
+        self._vote()
+        totals, norm = self._update()
+        self._reach("updated")
         return Outcome(
             totals=totals,
             norm=norm,
@@ -104,6 +110,40 @@ class MessageSync:
             wait=0.0,
             waited_for=None,
         )
+
+    def _vote(self) -> None:
+        """Everybody holds the sums. Without this a loss could find the step taken by some and not by others."""
+        self._voted = self._turn
+        if self._is_elastic:
+            self._reach("summed")
+            self._group.barrier()
+            self._reach("updating")
+
+    def _update(self) -> tuple[Totals, float]:
+        self._committed = self._turn
+        totals = self._table.read(self._num_shards)
+        self.replica.gradient.mul_(1.0 / totals.weight)
+        norm = checked_norm(self._squares(), self._find_not_finite)
+        if self._max_norm is not None and norm > self._max_norm:
+            self.replica.gradient.mul_(self._max_norm / norm)
+        self.replica.update()
+        return totals, norm
+
+    def resolve(
+        self, survivors: Sequence[int], gather: Callable[[str, str], list[str]], *, is_first: bool
+    ) -> Outcome | NotFinite | None:
+        """If a survivor took the step that was under way, all had voted for it, and the others take it now."""
+        told = [text.split() for text in gather("judged", f"{self._committed} {self._voted}")]
+        reports = [Report(committed=int(each[0]), voted=int(each[1])) for each in told if each]
+        is_due = outcome_of(reports).turn > self._committed
+        gather("settled", "")
+        if not is_due:
+            return None
+        try:
+            totals, norm = self._update()
+        except NotFinite as error:
+            return error
+        return Outcome(totals=totals, norm=norm, communicate=0.0, wait=0.0, waited_for=None)
 
     def _squares(self) -> list[float]:
         """Chunk by chunk, as the workers that share memory do, so that the result is the same to the last bit."""
@@ -129,6 +169,10 @@ class MessageSync:
     def barrier(self) -> None:
         self._group.barrier()
 
-    def close(self) -> None:
+    def detach(self) -> None:
         self.gradients.detach()
+        self.replica.optimizer.release()
+
+    def close(self) -> None:
+        self.detach()
         self.replica.flat.release()

@@ -9,14 +9,16 @@ import torch
 from torch import nn
 
 from shoal.comm.shm import ShmGroup
+from shoal.elastic.commit import is_committed
 from shoal.spec.errors import UserError
 from shoal.train import tree
-from shoal.train.flat import CHUNK
+from shoal.train.flat import CHUNK, Chunk
 from shoal.train.gradients import Gradients
 from shoal.train.replica import Replica
 from shoal.train.summing import StepSum, square_of
 from shoal.train.sync.sync import Outcome, Row
-from shoal.train.sync.table import StepTable, checked_norm, not_finite
+from shoal.train.sync.table import NotFinite, StepTable, checked_norm, not_finite
+from shoal.train.undo import Undo
 
 T = TypeVar("T")
 
@@ -45,16 +47,21 @@ class SharedMemorySync:
         exact: bool,
         max_norm: float | None = None,
         ema_decay: float | None = None,
+        source: int = 0,
+        is_elastic: bool = False,
+        reach: Callable[[str], None] = lambda point: None,
     ) -> None:
+        self._reach = reach
         self._group = group
         self._exact = exact
         self._max_norm = max_norm
+        self._is_elastic = is_elastic
         self.replica = Replica(
             model,
             optimizer,
             allocate=lambda size, dtype: group.common(size * dtype.itemsize).view(dtype),
             owner=(group.rank, group.size),
-            is_source=group.rank == 0,
+            is_source=group.rank == source,
             ema_decay=ema_decay,
         )
         layout = self.replica.flat.layout
@@ -64,8 +71,11 @@ class SharedMemorySync:
         self._squares = group.common(4 * len(layout.chunks)).view(torch.float32)
         self._table = StepTable(num_shards, group.size, lambda size: group.common(8 * size).view(torch.float64))
         self._turn = 0
+        self._is_open = False
+        self._undos: list[Undo] = []
+        # Before its first step an optimizer has no state that others could see; then all parameters are kept instead.
+        self._initial = group.common(self._total * self.replica.flat.dtype.itemsize) if is_elastic else None
         self._make_slots(num_shards)
-        group.barrier()
 
     def _make_slots(self, num_shards: int) -> None:
         """Make everybody's gradient buffers, and views of the chunks that this rank sums."""
@@ -79,6 +89,8 @@ class SharedMemorySync:
             for slot, values in enumerate(of_rank)
         }
         self._registers = [torch.empty(CHUNK, dtype=dtype) for _ in range(tree.most_registers(num_shards))]
+        self._group.barrier()
+        # Last: from here on backward writes into the slots, so nothing may fail any more.
         self.gradients = Gradients(
             self.replica.flat.parameters,
             self.replica.flat.layout,
@@ -96,10 +108,28 @@ class SharedMemorySync:
         self._num_shards = num_shards
         self.gradients.begin(num_shards, assignment[self._group.rank])
         self._addition = StepSum(assignment, num_shards, exact=self._exact)
+        self._is_open, self._is_updated = True, False
+        if self._is_elastic:
+            self._prepare_undo()
 
-    def post(self, rows: Sequence[Row], mine: range, seconds_per_sample: float) -> None:
-        self._table.write(rows, mine, self._group.rank, seconds_per_sample)
+    def _prepare_undo(self) -> None:
+        if self._turn == 1 and not self.replica.optimizer.state_names:
+            assert self._initial is not None
+            if self._group.rank == 0:
+                self._initial.view(self.replica.flat.dtype).copy_(self.replica.flat.values)
+        elif not self._undos:
+            self._initial = None
+            dtype = self.replica.flat.dtype
+            kept = self._group.share(self.replica.num_kept * dtype.itemsize)
+            words = self._group.common(16 * self._group.size).view(torch.int64).view(-1, 2).numpy()
+            self._undos = [
+                Undo(kept.all[rank].view(dtype), words[rank], self._reach) for rank in range(self._group.size)
+            ]
+
+    def post(self, rows: Sequence[Row], mine: range, seconds_per_sample: float, wish: int = 0) -> None:
+        self._table.write(rows, mine, self._group.rank, seconds_per_sample, wish)
         self._group.signal(POSTED, self._turn)
+        self._reach("posted")
 
     def _announce(self, num_elements: int) -> None:
         """Tell the others how far the gradient buffer is final, bucket by bucket."""
@@ -117,13 +147,13 @@ class SharedMemorySync:
         totals = self._look(self._table.read, self._num_shards)
         self._sum(1.0 / totals.weight)
         self._group.signal(SUMMED, self._turn)
+        self._reach("summed")
         self._wait(SUMMED, self._turn)
         norm = self._look(checked_norm, self._squares.tolist(), self._find_not_finite)
-        if self._max_norm is not None and norm > self._max_norm:
-            self.replica.gradient.mul_(self._max_norm / norm)
-        self.replica.update()
-        self._group.signal(UPDATED, self._turn)
+        self._update(norm)
+        self._reach("updated")
         self._wait(UPDATED, self._turn)
+        self._is_open = False
         return Outcome(
             totals=totals,
             norm=norm,
@@ -131,6 +161,78 @@ class SharedMemorySync:
             wait=self._waited,
             waited_for=self._waited_for,
         )
+
+    def _update(self, norm: float) -> None:
+        """Update the owned slice; from here on the step counts."""
+        if self._is_clipped(norm):
+            self.replica.gradient.mul_(self._clip(norm))
+        if self._undos:
+            self.replica.update_with(self._undos[self._group.rank], self._turn)
+        else:
+            self.replica.update()
+        self._is_updated = True
+        self._group.signal(UPDATED, self._turn)
+
+    def _is_clipped(self, norm: float) -> bool:
+        return self._max_norm is not None and norm > self._max_norm
+
+    def _clip(self, norm: float) -> float:
+        assert self._max_norm is not None
+        return self._max_norm / norm
+
+    def resolve(
+        self, survivors: Sequence[int], gather: Callable[[str, str], list[str]], *, is_first: bool
+    ) -> Outcome | NotFinite | None:
+        """See to the step that was under way when a member was lost. Those who can `gather` all stand still.
+
+        If everybody had voted for it, the dead included, it counts: it is completed, from what the dead have left in
+        shared memory. If all had posted and a loss is no number, it counts as such. Else it never happened: None.
+        Each answer follows from memory that all see, so survivors who are in the same step come to the same one. May
+        be called again, should another one die meanwhile.
+        """
+        result = self._judge() if self._is_open else None
+        gather("judged", "")
+        if isinstance(result, Outcome) and is_first:
+            for rank in set(range(self._group.size)) - set(survivors):
+                self._complete(rank, result.totals.weight, result.norm)
+        gather("settled", "")
+        self._is_open = False
+        return result
+
+    def _judge(self) -> Outcome | NotFinite | None:
+        if not is_committed(self._group.counters(POSTED), self._turn):
+            return None
+        try:
+            totals = self._table.read(self._num_shards)
+            if not is_committed(self._group.counters(SUMMED), self._turn) or self._undo_first():
+                return None
+            norm = checked_norm(self._squares.tolist(), self._find_not_finite)
+        except NotFinite as error:
+            return error
+        if not self._is_updated:
+            self._update(norm)
+        return Outcome(totals=totals, norm=norm, communicate=0.0, wait=self._waited, waited_for=self._waited_for)
+
+    def _undo_first(self) -> bool:
+        """A first step that was not completed is taken back: nobody can see the optimizer's state of the dead."""
+        if self._initial is None or self._undos or min(self._group.counters(UPDATED)) >= self._turn:
+            return False
+        self.replica.take_back(self._initial.view(self.replica.flat.dtype))
+        return True
+
+    def _complete(self, rank: int, weight: float, norm: float) -> None:
+        factor = self._clip(norm) if self._is_clipped(norm) else None
+
+        def fill(chunk: Chunk, out: torch.Tensor) -> None:
+            self._addition.into(
+                out, lambda term: self._slots[term[0]][term[1]][chunk.start : chunk.stop], self._registers
+            )
+            out.mul_(1.0 / weight)
+            if factor is not None:
+                out.mul_(factor)
+
+        owned = self.replica.flat.layout.owned(rank, self._group.size)
+        self.replica.complete(self._undos[rank], self._turn, owned, fill)
 
     def _look(self, read: Callable[..., T], *args: Any) -> T:
         """Read what all share. Where it raises it does so on all ranks; none goes on before all have looked."""
@@ -174,6 +276,10 @@ class SharedMemorySync:
     def barrier(self) -> None:
         self._group.barrier()
 
-    def close(self) -> None:
+    def detach(self) -> None:
         self.gradients.detach()
+        self.replica.optimizer.release()
+
+    def close(self) -> None:
+        self.detach()
         self.replica.flat.release()

@@ -1,13 +1,16 @@
 """How the copies of a model agree: the protocol, and what travels with a step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from shoal.train.gradients import Gradients
 from shoal.train.replica import Replica
+
+if TYPE_CHECKING:
+    from shoal.train.sync.table import NotFinite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +30,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """The rows of a step, combined. `loss` is the true mean; `buffers` the mean over samples."""
+    """The rows of a step, combined. `loss` is the true mean; `buffers` the mean over samples; `wish` the largest."""
 
     weight: float
     loss: float
     buffers: torch.Tensor | None
     seconds_per_sample: tuple[float, ...]
+    wish: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +64,29 @@ class Sync(Protocol):
         """Start a step of `num_shards` shards; `assignment` says which of them each rank has."""
         ...
 
-    def post(self, rows: Sequence[Row], mine: range, seconds_per_sample: float) -> None:
-        """Tell the others what this worker's shards weigh and lost."""
+    def post(self, rows: Sequence[Row], mine: range, seconds_per_sample: float, wish: int = 0) -> None:
+        """Tell the others what this worker's shards weigh and lost, and what it wishes to do after this step."""
         ...
 
     def finish(self) -> Outcome:
         """Sum, agree and update. Raises where a member is gone or a value is not finite; nothing was changed then."""
         ...
 
+    def resolve(
+        self, survivors: Sequence[int], gather: Callable[[str, str], list[str]], *, is_first: bool
+    ) -> "Outcome | NotFinite | None":
+        """After a loss, when all survivors (by their old ranks) stand still: complete the step under way, or drop it.
+
+        Calls `gather` twice, for `judged` and for `settled`; one survivor is the first.
+        """
+        ...
+
     def barrier(self) -> None:
         """Meet everybody."""
+        ...
+
+    def detach(self) -> None:
+        """Let go of the model, whose parameters stay where they are."""
         ...
 
     def close(self) -> None:

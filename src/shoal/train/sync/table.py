@@ -11,10 +11,11 @@ from shoal.train.flat import FlatLayout, shorten
 from shoal.train.sync.sync import Row, Totals
 
 WEIGHT, LOSS, SAMPLES, BUFFERS = range(4)
+SPEED, WISH = range(2)
 
 
 class StepTable:
-    """What the shards of a step weigh and lost, and how fast each rank is.
+    """What the shards of a step weigh and lost, how fast each rank is, and what it wishes to do after the step.
 
     `allocate(num_elements)` gives a float64 buffer, called at the first `write`, when the width is known: by then
     a forward has shown which of the model's buffers change. Doubles hold floats and counts exactly, and all sums
@@ -27,13 +28,13 @@ class StepTable:
         self._allocate = allocate
         self.values: torch.Tensor | None = None
 
-    def write(self, rows: Sequence[Row], mine: range, rank: int, seconds_per_sample: float) -> None:
+    def write(self, rows: Sequence[Row], mine: range, rank: int, seconds_per_sample: float, wish: int = 0) -> None:
         """Fill in the rows of the shards in `mine`; merged shards leave the rest of their rows empty."""
         table = self._rows(rows)
         table[mine.start : mine.stop] = 0
         for row in rows:
             _add(table[row.shard], row)
-        table[self._num_shards + rank, 0] = seconds_per_sample
+        table[self._num_shards + rank, [SPEED, WISH]] = seconds_per_sample, wish
 
     def _rows(self, rows: Sequence[Row] = ()) -> np.ndarray:
         height = self._num_shards + self._num_ranks
@@ -57,8 +58,14 @@ class StepTable:
         loss = math.fsum(rows[:, LOSS])
         check_finite(rows)
         buffers = _mean(rows[:, BUFFERS:], samples) if table.shape[1] > BUFFERS else None
-        speeds = table[self._num_shards :, 0]
-        return Totals(weight=weight, loss=loss / weight, buffers=buffers, seconds_per_sample=tuple(speeds.tolist()))
+        ranks = table[self._num_shards :]
+        return Totals(
+            weight=weight,
+            loss=loss / weight,
+            buffers=buffers,
+            seconds_per_sample=tuple(ranks[:, SPEED].tolist()),
+            wish=int(ranks[:, WISH].max()),
+        )
 
 
 def _add(line: np.ndarray, row: Row) -> None:
@@ -78,7 +85,13 @@ def _mean(rows: np.ndarray, samples: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(total / samples.sum())
 
 
-class LossNotFinite(UserError):
+class NotFinite(UserError):
+    """A step whose loss or gradient is no number. It was not taken, on any rank. `samples` did it, where known."""
+
+    samples: Sequence[int] = ()
+
+
+class LossNotFinite(NotFinite):
     """A loss that is no number, in `num_samples` samples from the beginning of `shard` on."""
 
     value: float
@@ -114,7 +127,7 @@ def checked_norm(squares: Sequence[float], find_names: Callable[[int], Sequence[
     if math.isfinite(norm):
         return norm
     bad = next((index for index, square in enumerate(squares) if not math.isfinite(square)), 0)
-    raise UserError(
+    raise NotFinite(
         f"The gradient is {norm}, though the loss is a number: in {shorten(find_names(bad))}.",
         why="a step with it would destroy the parameters; it was not taken",
         hint="look for a square root, logarithm or division at 0 in the loss, or lower the learning rate",

@@ -1,0 +1,55 @@
+"""The calls a script makes on its trainer, counted: a worker that comes later passes over those that are over."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.train.link import Link, end
+from shoal.train.team import Progress, Team
+
+
+@dataclass(slots=True)
+class Call:
+    """One call. `is_over`: the others have made it long ago, and `result` is what it gave them."""
+
+    result: Any = None
+    is_over: bool = False
+
+
+class Calls:
+    """Only calls that the script makes itself count, not those that a call makes in turn.
+
+    In an elastic run a worker becomes a member of the World with its first call that the others are not done with.
+    """
+
+    def __init__(self, team: Team, progress: Progress, trainer: int) -> None:
+        self._team, self._progress, self._trainer = team, progress, trainer
+        self._number = self._depth = 0
+
+    @contextmanager
+    def make(self, name: str) -> Iterator[Call]:
+        """Inside, the call is being made; what is put into its `result` is what later workers get."""
+        link = self._team.link
+        call = self._arrive(name, link) if link is not None and not self._depth else Call()
+        self._depth += 1
+        try:
+            yield call
+        finally:
+            self._depth -= 1
+            if link is not None and not self._depth:
+                if not call.is_over and self._team.rank == 0:
+                    link.say_called(name, call.result)
+                self._number += 1
+
+    def _arrive(self, name: str, link: Link) -> Call:
+        if self._team.sync is not None:
+            link.trainer, link.call = self._trainer, self._number
+            return Call()
+        reply = link.await_membership(self._trainer, self._number)
+        if isinstance(reply, dict):
+            if name == "predict":
+                end("the others have made predictions that it does not have, so it cannot catch up")
+            return Call(result=reply["result"], is_over=True)
+        self._team.join(reply, self._progress)
+        return Call()

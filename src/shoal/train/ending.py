@@ -1,0 +1,52 @@
+"""Being told to end: the step is finished and a checkpoint saved first, if that takes no longer than a moment."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from shoal.engine.env import WorkerFacts
+
+PATIENCE_SECONDS = 1.0
+"""Whoever told us to end kills us after little more than this."""
+
+
+class Ending:
+    """Notices SIGTERM in a worker of ours. `is_asked` is what the training loop looks at between steps.
+
+    A process that does not reach the end of a step in time, or is not in a step at all, ends at once as it would have
+    without us. Scripts that have a handler of their own keep it.
+    """
+
+    def __init__(self, facts: WorkerFacts) -> None:
+        self.is_asked = False
+        self.is_stepping = False
+        is_ours = facts.control_fd is not None and threading.current_thread() is threading.main_thread()
+        if is_ours and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._take)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Inside, steps follow each other."""
+        self.is_stepping = True
+        try:
+            yield
+        finally:
+            self.is_stepping = False
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self.is_asked or not self.is_stepping:
+            self.end()
+        self.is_asked = True
+        timer = threading.Timer(PATIENCE_SECONDS, self.end)
+        timer.daemon = True
+        timer.start()
+
+    def end(self) -> None:
+        """End by the signal, as everybody expects; from another thread that cannot be had, so by a stronger one."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGKILL)

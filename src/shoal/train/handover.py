@@ -1,0 +1,40 @@
+"""State on its way from one World into the next: from a rank that has it to those that do not."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from shoal.checkpoint import facts as coding
+from shoal.comm.group import Group
+
+
+def share_facts(group: Group, facts: Mapping[str, Any] | None, source: int) -> dict[str, Any]:
+    """The source's facts, on every rank; the others' are not looked at."""
+    data = torch.frombuffer(bytearray(coding.encode(facts or {})), dtype=torch.uint8)
+    size = torch.tensor([data.numel()])
+    group.broadcast(size, root=source).wait()
+    if group.rank != source:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    group.broadcast(data, root=source).wait()
+    return coding.decode(bytes(data.tolist()))
+
+
+def shapes_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+    """What a newcomer must know of tensors to make room for them."""
+    return {name: [str(value.dtype).removeprefix("torch."), list(value.shape)] for name, value in tensors}
+
+
+def make_room(shapes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Empty tensors of those shapes."""
+    return {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in shapes.items()}
+
+
+def share_tensors(group: Group, tensors: Mapping[str, torch.Tensor], source: int) -> None:
+    """Give every rank the source's values; all have tensors of the same names and shapes."""
+    for name in sorted(tensors):
+        value = tensors[name]
+        if value.numel():
+            data = value.detach().contiguous().view(-1).view(torch.uint8)
+            data = data.clone() if group.rank == source else data
+            group.broadcast(data, root=source).wait()

@@ -1,0 +1,212 @@
+"""Who trains together right now: a group of workers, and how they agree. An elastic run changes both as it goes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from shoal.checkpoint.state import State
+from shoal.comm.connect import connect_at
+from shoal.comm.group import Group
+from shoal.comm.rendezvous import Rendezvous
+from shoal.engine.env import WorkerFacts
+from shoal.spec.errors import MemberLost
+from shoal.spec.world import World
+from shoal.train import setup
+from shoal.train.handover import make_room, shapes_of, share_facts, share_tensors
+from shoal.train.link import find_link
+from shoal.train.settings import Settings
+from shoal.train.sync.message import MessageSync
+from shoal.train.sync.sync import Outcome, Sync
+from shoal.train.sync.table import NotFinite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is trained, and how: all that a sync is made of besides a group. `reach` is told how far a step is."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    settings: Settings
+    num_shards: int
+    device: torch.device
+    reach: Callable[[str], None]
+
+
+class Progress(Protocol):
+    """What a trainer knows besides tensors, and how another one takes it over."""
+
+    def tell(self) -> dict[str, Any]:
+        """Everything a newcomer needs, as plain values."""
+        ...
+
+    def take(self, state: State) -> list[dict[str, float]]:
+        """Go on from there; returns what the optimizer had counted. `state.tensors` have shapes only."""
+        ...
+
+    def begin(self) -> None:
+        """The workers have just met for the first time: check that they agree, and make a sync."""
+        ...
+
+
+class Team:
+    """`rank` and `size` are those of the group. `number` tells the trainers of a process apart.
+
+    A run of fixed size meets once. In an elastic one `join` enters a World as a newcomer, and `reform` goes from one
+    World to the next: it sees to the step that was under way, and hands everything on to a new group.
+    """
+
+    group: Group
+    sync: Sync | None = None
+    world: World | None = None
+    num_acts = 0
+    """What the workers have done together besides steps; `least_acts` of them all members of the World have done."""
+    least_acts = 0
+
+    def __init__(self, facts: WorkerFacts, number: int, subject: Subject) -> None:
+        self.link = find_link(facts)
+        self.rank, self.size = facts.rank, facts.world_size
+        self._facts, self._number, self._subject = facts, number, subject
+        self._counted: list[dict[str, float]] | None = None
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.link is not None
+
+    def worker(self, rank: int) -> int:
+        """The number of the worker that has this rank now: what people know it by."""
+        return rank if self.world is None else self.world.members[rank].worker
+
+    def meet(self) -> None:
+        """Meet all workers of a run of fixed size."""
+        self.group = setup.connect(self._facts, self._subject.device, self._subject.settings, self._number)
+
+    def agree(self, source: int = 0) -> None:
+        """Make the sync: all workers have the source's parameters from here on."""
+        self.sync = self._make_sync(self.group, source)
+
+    def _make_sync(self, group: Group, source: int) -> Sync:
+        of = self._subject
+        return setup.make_sync(
+            group,
+            of.model,
+            of.optimizer,
+            of.settings,
+            of.num_shards,
+            source=source,
+            is_elastic=self.is_elastic,
+            reach=of.reach,
+        )
+
+    # Elastic runs.
+
+    def join(self, world: World, progress: Progress) -> None:
+        """Enter a World, or the next, should a member be lost meanwhile."""
+        while not self._try(world, progress)[0]:
+            assert self.link is not None
+            world = self.link.await_world(world.generation)
+
+    def reform(self, progress: Progress) -> Outcome | NotFinite | None:
+        """Enter the next World. Returns what became of the step that was under way: None if it never happened."""
+        assert self.link is not None
+        assert self.world is not None
+        generation, is_in = self.world.generation, False
+        outcome: Outcome | NotFinite | None = None
+        while not is_in:
+            world = self.link.await_world(generation)
+            generation = world.generation
+            is_in, result = self._try(world, progress)
+            outcome = result or outcome
+        return outcome
+
+    def _try(self, world: World, progress: Progress) -> tuple[bool, Outcome | NotFinite | None]:
+        outcome = None
+        try:
+            meeting = self._meeting(world)
+            acts = meeting.gather("holds", str(self.num_acts) if self.sync else "")
+            holders = [rank for rank, number in enumerate(acts) if number]
+            self.least_acts = min((int(number) for number in acts if number), default=0)
+            outcome = self._settle(meeting, world, holders)
+            self._enter(world, meeting, holders, progress)
+        except MemberLost:
+            return False, outcome
+        return True, outcome
+
+    def _meeting(self, world: World) -> Rendezvous:
+        link, rank = self.link, self._rank_in(world)
+        assert link is not None
+        seconds = self._subject.settings.timeout_seconds
+        return Rendezvous(
+            rank,
+            world.size,
+            seconds,
+            gather=lambda key, value: link.gather(world.generation, self._number, key, value, seconds),
+            look=partial(link.look, world),
+        )
+
+    def _rank_in(self, world: World) -> int:
+        assert self.link is not None
+        return world.rank_of(self.link.id)
+
+    def _settle(self, meeting: Rendezvous, world: World, holders: list[int]) -> Outcome | NotFinite | None:
+        """See to the step under way. Those who have no state only keep the others company."""
+        if self.sync is None or self.world is None:
+            meeting.gather("judged", "")
+            meeting.gather("settled", "")
+            return None
+        survivors = [self.world.rank_of(member.id) for member in world.members if member.id in self.world.ids]
+        return self.sync.resolve(survivors, meeting.gather, is_first=meeting.rank == holders[0])
+
+    def _enter(self, world: World, meeting: Rendezvous, holders: list[int], progress: Progress) -> None:
+        transport = "tcp" if self._subject.device.type == "cuda" else self._subject.settings.transport
+        group = connect_at(meeting, transport)
+        try:
+            sync = self._hand_over(group, holders[0], progress, len(holders) < group.size) if holders else None
+        except BaseException:
+            group.close()
+            raise
+        if self.world is not None:
+            self.group.close()
+        self.group, self.sync, self.world, self._counted = group, sync, world, None
+        self.rank, self.size = group.rank, group.size
+        if sync is None:
+            progress.begin()
+        assert self.link is not None
+        self.link.generation = world.generation
+
+    def _hand_over(self, group: Group, source: int, progress: Progress, has_newcomers: bool) -> Sync:
+        """Everything from the old group's memory, or from the source, to the new group's."""
+        tensors: dict[str, torch.Tensor] = {}
+        if self.sync is not None:
+            self.sync.replica.flat.place(is_source=False)  # an attempt that failed may have moved the parameters
+            tensors = dict(self.sync.replica.tensors())
+            self._counted = self.sync.replica.scalars() if self._counted is None else self._counted
+            self.sync.detach()
+        is_source = group.rank == source
+        more = {"counts": self._counted, "shapes": shapes_of(tensors.items()), "acts": self.least_acts}
+        facts = share_facts(group, progress.tell() | more if is_source else None, source)
+        if self.sync is None:
+            self.num_acts = facts["acts"]
+            tensors = make_room(facts.pop("shapes"))
+            self._counted = progress.take(State(step=facts["step"], tensors=tensors, facts=facts))
+        sync = self._make_sync(group, source)
+        try:
+            held = {name: value for name, value in tensors.items() if not name.startswith("model/")}
+            if has_newcomers and isinstance(sync, MessageSync):
+                share_tensors(group, held, source)
+            sync.replica.restore(held, self._counted or [])
+            group.barrier()
+        except BaseException:
+            sync.detach()
+            raise
+        return sync
+
+    def leave(self) -> None:
+        """Give the parameters memory of their own, and go."""
+        if self.sync is not None:
+            self.sync.close()
+        if hasattr(self, "group"):
+            self.group.close()
