@@ -1,6 +1,11 @@
 """What every test may use."""
 
+import re
+from collections import Counter
+
 import pytest
+
+from shoal.testing.rigs.machine import LACKS
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +19,13 @@ def home(tmp_path_factory, monkeypatch):
 @pytest.fixture
 def run_dir(tmp_path):
     return str(tmp_path / "run")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say in the end how many tests this machine could not run, and for want of what."""
+    reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", ())]
+    lacking = [found[1] for reason in reasons if (found := re.search(rf"{LACKS} ([^'\")]+)", reason))]
+    if lacking:
+        counts = Counter(name.strip() for names in lacking for name in names.split(","))
+        told = ", ".join(f"{name} ({count})" for name, count in counts.most_common())
+        terminalreporter.write_line(f"{len(lacking)} tests skipped because {LACKS}: {told}", yellow=True)

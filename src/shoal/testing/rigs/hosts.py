@@ -105,10 +105,13 @@ class Hosts:
 
 
 def _lose(loss: float) -> str:
-    """A program that drops some packets: take a random word; if it is not above the bound, drop; else pass."""
-    random_word = 0xFFFFF000 + 56  # SKF_AD_OFF + SKF_AD_RANDOM
+    """A program that drops some packets: what is not IPv4 passes; so does it if a random word is above the bound.
+
+    Other packets are those by which hosts find each other (ARP): losing one costs a second, and is another story.
+    """
+    protocol, random_word = 0xFFFFF000, 0xFFFFF000 + 56  # SKF_AD_OFF, with SKF_AD_PROTOCOL and SKF_AD_RANDOM
     bound = min(0xFFFFFFFF, int(loss * 2**32))
-    return f"4,32 0 0 {random_word},37 1 0 {bound},6 0 0 2,6 0 0 0"
+    return f"6,40 0 0 {protocol},21 0 3 {0x0800},32 0 0 {random_word},37 1 0 {bound},6 0 0 2,6 0 0 0"
 
 
 @contextmanager
