@@ -3,8 +3,6 @@
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 
 from shoal.engine.env import WorkerFacts
@@ -26,15 +24,6 @@ class Ending:
         is_ours = facts.control_fd is not None and threading.current_thread() is threading.main_thread()
         if is_ours and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._take)
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Inside, steps follow each other."""
-        self.is_stepping = True
-        try:
-            yield
-        finally:
-            self.is_stepping = False
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.is_asked or not self.is_stepping:

@@ -210,8 +210,22 @@ class Trainer:
                 num_processes=self.settings.loaders,
             )
 
-        with place_errors(self.rank, lambda: self.place.step), self._ending.stepping(), Feed(start) as self._feed:
+        with place_errors(self.rank, lambda: self.place.step), self._stepping(), Feed(start) as self._feed:
             yield map(self._batch, self._feed)
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Inside, steps follow each other: only then can newcomers be let in, and the end of a step be waited for."""
+        link = self._team.link
+        try:
+            self._ending.is_stepping = True
+            if link is not None:
+                link.is_stepping = True
+            yield
+        finally:
+            self._ending.is_stepping = False
+            if link is not None:
+                link.is_stepping = False
 
     def _batch(self, loaded: Loaded) -> Batch:
         assert self._feed is not None
@@ -312,6 +326,8 @@ class Trainer:
             self._buffers.write(outcome.totals.buffers)
         self.place = plan.after
         self._is_first = False
+        if self._team.link is not None:
+            self._team.link.step = self.place.step
         self._speed.add(self._compute_seconds, plan.num_samples)
         if self.scheduler is not None and (self.settings.schedule == "step" or self.place.epoch > plan.epoch):
             self.scheduler.step()
@@ -388,11 +404,9 @@ class Trainer:
         """Go on without those who were lost; what became of the step that was under way."""
         if not self._team.is_elastic:
             raise error
-        outcome = self._team.reform(self)
-        self._settle_in()
-        return outcome
+        return self._team.reform(self)
 
-    def _settle_in(self) -> None:
+    def settle_in(self) -> None:
         """This worker has met its World: shares begin anew, and what was loaded ahead is for other shards."""
         team = self._team
         self._schedule = Schedule(self.ledger.num_shards, [1 / team.size] * team.size)
@@ -401,8 +415,6 @@ class Trainer:
         self._recorder.enter(generation, team.size, is_lead=team.rank == 0)
         if self._feed is not None:
             self._feed.drop()
-        if team.link is not None:
-            team.link.step = self.place.step
 
     def _hold(self) -> None:
         """Stand still after this step, as all others do, until there is another World."""
@@ -417,7 +429,6 @@ class Trainer:
             step=self.place.step,
         )
         self._team.reform(self)
-        self._settle_in()
 
     def _wish(self) -> int:
         link = self._team.link
@@ -460,9 +471,10 @@ class Trainer:
         check_same(group, self.model, self.optimizer, facts_of(self.settings, self.ledger, self.scheduler))
         setup.check_same_data(group, self._source, self._recorder)
         self._team.agree()
-        if self._is_resumed:
+        # In a later World nobody was left who had the state: what is on disk is the newest there is.
+        if self._is_resumed or (self._team.world is not None and self._team.world.generation > 0):
             self._resume()
-        self._settle_in()
+        self.settle_in()
 
     def tell(self) -> dict[str, Any]:
         """What a newcomer needs to know besides the tensors."""

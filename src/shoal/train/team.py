@@ -48,7 +48,11 @@ class Progress(Protocol):
         ...
 
     def begin(self) -> None:
-        """The workers have just met for the first time: check that they agree, and make a sync."""
+        """The workers have just met for the first time: check that they agree, make a sync, and settle in."""
+        ...
+
+    def settle_in(self) -> None:
+        """The World is another one now."""
         ...
 
 
@@ -174,6 +178,8 @@ class Team:
         self.rank, self.size = group.rank, group.size
         if sync is None:
             progress.begin()
+        else:
+            progress.settle_in()
         assert self.link is not None
         self.link.generation = world.generation
 
