@@ -45,6 +45,11 @@ class Coordinator:
         """The newest one that was published."""
         return self.state.world
 
+    @property
+    def is_over(self) -> bool:
+        """No process is there, and none will be: one that fails again and again is started after a pause."""
+        return not self.state.processes and (self.state.is_ending or self.state.is_failed)
+
     def started(self, worker: int, pid: int, now: float) -> list[Decision]:
         """A process runs for this worker number."""
         self._advance(now)
@@ -107,6 +112,8 @@ class Coordinator:
 
     def _gather(self, process: Process, data: Mapping[str, Any], now: float) -> list[Decision]:
         decisions = self.relay.gather(process.id, data, self._time.now)
+        if decisions:
+            self.state = membership.met(self.state)
         self._note_missed()
         return [*decisions, *self._settle(now)] if self.state.is_missed else decisions
 
@@ -225,7 +232,7 @@ class Coordinator:
         for suspect in self.detector.suspects(living, self._missing_since(), self._time.now):
             decisions += self._end(suspect)
         outside = [process.id for process in self.state.processes.values() if process.id not in ids]
-        for member_id in silent_too_long(self.detector, outside, self._time.now):
+        for member_id in silent_too_long(self.detector, living, outside, self._time.now):
             decisions += self._condemn(member_id, "it is silent")
         return decisions
 

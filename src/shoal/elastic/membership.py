@@ -1,9 +1,9 @@
 """Who is in the World: a frozen state, an event, the next state and what to do about it. No clock, no I/O.
 
 A process is started, says it is ready, becomes a member, and is lost or leaves. `settle.settle` follows every event
-and publishes the next World when it is due. What makes this safe is its order: **nobody who was in an earlier World and
-is not in the next can still write when the next is published**. The lost are dead and reaped. Newcomers come in, and
-those too many go, only while all members stand still at a boundary between two steps.
+and publishes the next World when it is due. What makes this safe is its order: **nobody who was in an earlier World
+and is not in the next can still write when the next is published**. The lost are dead and reaped. Newcomers come in,
+and those too many go, only while all members stand still at a boundary between two steps.
 """
 
 from collections.abc import Callable, Mapping
@@ -62,12 +62,12 @@ class Membership:
     be. `failures` counts how often in a row a worker was lost before it took part; `losses` counts losses since the
     last step, for each worker and (under −1) of Worlds, the last of them `lost_generation`.
 
-    The World: `at_work` are the members heard of in it, `is_entered` says that all were. `is_held`: they were asked to
-    stand still; `standing` are those that do, the last since `standing_since`. `num_fruitless` counts times when that
-    was for nothing, and `next_hold` is when it may be asked again. `is_short`: it was said that there are too few.
+    The World: `at_work` are the members heard of in it, `is_entered` says that all were. `is_held`: they were asked
+    to stand still; `standing` are those that do, the last since `standing_since`. `num_fruitless` counts times when
+    that was for nothing, and `next_hold` is when it may be asked again. `is_short`: it was said that there are too few.
 
-    The end: `left` are the ids of those who ended well, `stopped` of newcomers that were told to. `is_missed`: someone
-    needs one who left. `is_ending`: nobody is replaced. `is_failed`: nothing is decided any more.
+    The end: `left` are the ids of those who ended well, `stopped` of newcomers that were told to. `is_missed`:
+    someone needs one who left. `is_ending`: nobody is replaced. `is_failed`: nothing is decided any more.
     """
 
     min_workers: int
@@ -141,18 +141,22 @@ def ready(state: Membership, worker: int, node: str) -> Membership:
     return change(state, worker, phase=Phase.READY, node=node)
 
 
+def met(state: Membership) -> Membership:
+    """All members of the newest World have met in it: from here on each may hold the state of the run."""
+    assert state.world is not None
+    ids = set(state.world.ids)
+    processes = {w: replace(p, is_entered=p.is_entered or p.id in ids) for w, p in state.processes.items()}
+    failures = {worker: n for worker, n in state.failures.items() if not state.is_member(worker)}
+    return replace(state, processes=processes, failures=failures)
+
+
 def entered(state: Membership, member_id: str) -> Membership:
     """A member works in the newest World. When all do, newcomers may be thought of."""
     assert state.world is not None
-    if member_id in state.at_work or member_id not in state.world.ids:
-        return state
-    worker = int(member_id.partition(".")[0])
     at_work = state.at_work | {member_id}
+    worker = int(member_id.partition(".")[0])
     return replace(
-        change(state, worker, is_entered=True),
-        at_work=at_work,
-        is_entered=at_work.issuperset(state.world.ids),
-        failures=without(state.failures, worker),
+        change(state, worker, is_entered=True), at_work=at_work, is_entered=at_work.issuperset(state.world.ids)
     )
 
 
