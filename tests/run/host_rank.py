@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from datetime import timedelta
 
 import torch
 
@@ -19,6 +20,9 @@ def say(**facts: object) -> None:
 
 def main(rank: int, size: int, address: str, port: int, timeout: float) -> None:
     store = open_store(address, port, rank, size)
+    # Importing torch takes as long as it takes; only what comes after has to be fast.
+    store.set(f"here/{rank}", "yes")
+    store.wait([f"here/{peer}" for peer in range(size)], timedelta(seconds=60))
     group = connect(rank, size, store, transport="tcp", timeout_seconds=timeout)
     values = torch.ones(250_000)
     group.all_reduce(values).wait()
