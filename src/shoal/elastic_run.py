@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import signal
 import time
 from collections import deque
@@ -20,6 +21,9 @@ from shoal.spec.job import WorkerExit, WorkerSpec
 TICK_SECONDS = 0.05
 """How often the coordinator looks at the time."""
 
+
+SPARE_SECONDS = 1.0
+"""How long after a change of the World a spare process is started: those who join come first."""
 
 MAX_LOST = 16
 """How many of those that were lost are remembered, to be told if the run fails in the end."""
@@ -42,7 +46,9 @@ class ElasticRun:
     `failure` is set when the coordinator has given up.
     """
 
-    def __init__(self, engine: LocalEngine, min_workers: int, max_workers: int, hooks: Hooks) -> None:
+    def __init__(
+        self, engine: LocalEngine, min_workers: int, max_workers: int, hooks: Hooks, *, has_spare: bool = False
+    ) -> None:
         self.failure: Failure | None = None
         self.min_workers, self.max_workers = min_workers, max_workers
         self._engine = engine
@@ -56,6 +62,7 @@ class ElasticRun:
         self._generation = -1
         self._known: set[str] = set()
         self._due = 0.0
+        self._spare_due = 0.0 if has_spare else math.inf
 
     @property
     def num_workers(self) -> int:
@@ -101,6 +108,9 @@ class ElasticRun:
             self._due = now + TICK_SECONDS
             self._decisions += self._coordinator.ticked(now)
             self._end_failed()
+            if self._generation >= 0 and now > self._spare_due:
+                self._spare_due = now + SPARE_SECONDS
+                self._engine.keep_spare(self._hooks.spec_of(0, 0))
         self._carry_out()
 
     def stop(self, reason: str) -> None:
@@ -194,6 +204,7 @@ class ElasticRun:
         world = self._coordinator.world
         if world is not None and world.generation != self._generation:
             self._generation = world.generation
+            self._spare_due = max(self._spare_due, time.monotonic() + SPARE_SECONDS)
             self._known.update(world.ids)
             self._hooks.changed(world.size)
 

@@ -158,7 +158,8 @@ class Watch:
             began=self._begin_again,
             changed=self._resized,
         )
-        return ElasticRun(engine, min_workers, crew.num_workers, hooks)
+        has_spare = crew.job.options.get("engine.spares") != "0" and crew.entry_of(0)[0] in ("script", "module")
+        return ElasticRun(engine, min_workers, crew.num_workers, hooks, has_spare=has_spare)
 
     def _follow(self, engine: LocalEngine, requests: RequestSocket) -> None:
         """Return when all workers have ended, or when the rest of them should be stopped."""

@@ -3,9 +3,9 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,10 +22,10 @@ TOY = Path(__file__).parent / "toy_member.py"
 class Run:
     """An elastic run of toys, and what can be seen of it from outside."""
 
-    def __init__(self, box: Box, size: str, *options: str) -> None:
+    def __init__(self, box: Box, size: str, *, spares: str = "0", before: str = "") -> None:
         self.box = box
-        shutil.copy(TOY, box.folder / "toy.py")
-        self.launcher = box.start("run", "-n", size, "-o", "engine.spares=0", "--name", "r", *options, "toy.py")
+        box.write("toy.py", textwrap.dedent(before) + TOY.read_text())
+        self.launcher = box.start("run", "-n", size, "-o", f"engine.spares={spares}", "--name", "r", "toy.py")
 
     @property
     def folder(self) -> Path:

@@ -12,6 +12,7 @@ from functools import partial
 
 from shoal.engine.engine import CONTROL_FD, WORLD_FD
 from shoal.engine.guard import is_group_alive, signal_group
+from shoal.engine.nursery import Spare, has_room
 from shoal.engine.outbox import Outbox
 from shoal.engine.processes import open_pid_fd, start_guard
 from shoal.spec.errors import UserError
@@ -91,6 +92,7 @@ class LocalEngine:
         self._lingering: list[_Worker] = []
         self._exits: list[WorkerExit] = []
         self._guard: subprocess.Popen[bytes] | None = None
+        self._spare: Spare | None = None
 
     def start(self, workers: Sequence[WorkerSpec]) -> None:
         others = list(self._running)
@@ -137,6 +139,18 @@ class LocalEngine:
             worker.process.kill()
         self._wait_for_end(KILL_SECONDS)
         self._close()
+
+    def keep_spare(self, spec: WorkerSpec) -> bool:
+        """Have a process ready for the next worker like `spec`; False where there is one, or no memory for it.
+
+        Workers are `worker.py` with two pipes. Until it is ready, and for other workers, `start` does not use it.
+        """
+        if self._spare is not None or not self._running or not has_room():
+            return False
+        with contextlib.suppress(OSError):
+            self._spare = Spare(spec)
+            self._tell_guard(f"+{self._spare.process.pid}\n")
+        return self._spare is not None
 
     @property
     def pids(self) -> dict[int, int]:
@@ -198,6 +212,13 @@ class LocalEngine:
         self, spec: WorkerSpec, output_end: int, control_end: int, world_end: int = -1
     ) -> subprocess.Popen[bytes]:
         _enlarge(output_end)
+        if self._spare is not None and self._spare.fits(spec) and spec.rank not in self._inherit_fds:
+            spare, self._spare = self._spare, None
+            # Input is for those who were there from the start; a replacement could only read the rest of it.
+            with open(os.devnull, "rb") as nothing:
+                process = spare.become(spec, (nothing.fileno(), output_end, control_end, world_end))
+            if process is not None:
+                return process
         has_input = spec.rank == 0 and self._stdin_fd is not None
         numbers = {CONTROL_FD: str(control_end), WORLD_FD: str(world_end)}
         passed = (control_end, world_end) if world_end >= 0 else (control_end,)
@@ -337,6 +358,9 @@ class LocalEngine:
     def _close(self) -> None:
         while self._lingering:
             self._wait(0.02)
+        if self._spare is not None:
+            self._spare.close()
+            self._spare = None
         if self._guard is not None:
             self._guard.kill()
             self._guard.communicate()

@@ -51,7 +51,8 @@ class RequestSocket:
         """Take what callers have said and answer whole requests; `answer` may raise UserError."""
         for key, _ in self._selector.select(0):
             if key.fileobj is self._listener:
-                self._accept()
+                for _ in range(MAX_CALLERS):
+                    self._accept()
             elif isinstance(key.fileobj, socket.socket):
                 self._serve(key.fileobj, answer)
         for caller in [caller for caller, deadline in self._deadlines.items() if time.monotonic() > deadline]:
@@ -175,7 +176,7 @@ def _listen(name: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(name)
-        listener.listen(MAX_CALLERS)
+        listener.listen(8 * MAX_CALLERS)
         listener.setblocking(False)
     except OSError:
         listener.close()

@@ -1,0 +1,126 @@
+"""A process that has done the slow part of starting, importing torch, and waits to become a worker.
+
+Run by path with the interpreter of the workers, as `python spare.py SOCKET_FD WORKER_FILE`. It says a byte when it is
+ready. Then it is told once, in a line of JSON and with descriptors beside it, which worker it is to be, and from
+there on it is one: nothing of the run is known to it before. If the socket ends, so does it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import sys
+import threading
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import ModuleType
+    from typing import Any
+
+NICENESS = 10
+"""Enough to let workers go first. Where the kernel shares the processor among sessions, it counts for little."""
+
+
+def main(socket_fd: str, worker_file: str) -> None:
+    # What lies beside this file is not for imports of others. `worker.py` puts the script's folder in its place.
+    sys.path[0] = os.devnull
+    worker = load(worker_file)
+    worker.end_with_parent()
+    with socket.socket(fileno=int(socket_fd)) as channel:
+        os.set_inheritable(int(socket_fd), False)
+        warm_up()
+        channel.sendall(b"!")
+        order, fds = receive(channel)
+    if order is not None:
+        become(worker, worker_file, order, fds)
+
+
+def load(path: str) -> ModuleType:
+    """The code of workers, without its name being taken from anyone."""
+    spec = importlib.util.spec_from_file_location("worker", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def warm_up() -> None:
+    """Import what workers need, without being in their way.
+
+    Niceness belongs to a thread on Linux, and nobody may take his own back: so a thread imports, and ends. Libraries
+    that start threads when they are loaded come before that, or those threads would stay slow.
+    """
+    import_if_there("numpy")
+    thread = threading.Thread(target=import_gently)
+    thread.start()
+    thread.join()
+
+
+def import_gently() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    import_if_there("torch")
+    import_if_there("shoal.train.loop")
+
+
+def import_if_there(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except Exception:  # the worker will meet the same, and say so
+        return
+
+
+def receive(channel: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """What to become, and the descriptors that belong to it: input, output, control, and the one to be told on."""
+    data = b""
+    fds: list[int] = []
+    while not data.endswith(b"\n"):
+        part, more, _, _ = socket.recv_fds(channel, 1 << 16, 8, socket.MSG_CMSG_CLOEXEC)
+        if not part:
+            return None, []
+        data += part
+        fds += more
+    return json.loads(data), fds
+
+
+def become(worker: ModuleType, worker_file: str, order: dict[str, Any], fds: list[int]) -> None:
+    stdin, output, control, world = fds
+    for number, fd in enumerate((stdin, output, output)):
+        os.dup2(fd, number)
+    for fd in (stdin, output):
+        os.close(fd)
+    os.chdir(order["working_dir"])
+    for name in order["removed"]:
+        del os.environ[name]
+    for name, value in order["changed"].items():
+        os.environ[name] = value
+    args = [str(control), str(world), *order["args"]]
+    if is_shadowed(order["args"]):
+        for fd in (control, world):
+            os.set_inheritable(fd, True)
+        os.execv(sys.executable, [sys.executable, worker_file, *args])
+    worker.main(*args)
+
+
+def is_shadowed(args: list[str]) -> bool:
+    """Whether the script would have imported a file of its own in place of something that is imported here."""
+    _, kind, target, *_ = args
+    folder = os.path.dirname(os.path.realpath(target)) if kind == "script" else os.path.realpath(os.getcwd())
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return False
+    packages = [name for name in names if os.path.exists(os.path.join(folder, name, "__init__.py"))]
+    modules = [name.partition(".")[0] for name in names if name.endswith((".py", ".so"))]
+    imported = {name for name in [*packages, *modules] if name in sys.modules}
+    return any(place_of(sys.modules[name]) not in (folder, os.path.join(folder, name)) for name in imported)
+
+
+def place_of(module: ModuleType) -> str:
+    return os.path.dirname(os.path.realpath(getattr(module, "__file__", None) or ""))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
