@@ -8,7 +8,7 @@ from torch import nn
 import shoal
 from shoal.spec.errors import UserError
 from shoal.train.flat import plan_layout
-from shoal.train.sync.sync import Row
+from shoal.train.sync.sync import Row, Standing
 from shoal.train.sync.table import LossNotFinite, StepTable, checked_norm, not_finite
 
 
@@ -25,12 +25,12 @@ def test_pieces_of_one_shard_add_up():
     """A shard larger than a micro-batch is computed in pieces, which share its line of the table."""
     steps = table()
     rows = [row(0, 2.0, 3.0, 2, [1.0]), row(0, 1.0, 5.0, 1, [4.0]), row(1, 3.0, 1.0, 3, [0.0])]
-    steps.write(rows, range(4), 0, 0.0)
+    steps.write(rows, range(4), 0, Standing(step=0))
     totals = steps.read(4)
     assert (totals.weight, totals.loss) == (6.0, 9.0 / 6.0)
     assert totals.buffers is not None
     assert totals.buffers.item() == pytest.approx((2 * 1.0 + 1 * 4.0 + 3 * 0.0) / 6)
-    steps.write([row(0, buffers=[7.0])], range(4), 0, 0.0)
+    steps.write([row(0, buffers=[7.0])], range(4), 0, Standing(step=0))
     assert steps.read(4).weight == 2.0, "lines of the step before are gone"
 
 
@@ -61,7 +61,7 @@ def test_exact_mode_computes_a_shard_in_one_piece():
 
 def test_a_loss_that_is_no_number_names_its_shard():
     steps = table()
-    steps.write([row(0), row(1, loss=float("inf"), num_samples=5), row(2, loss=float("nan"))], range(4), 0, 0.0)
+    steps.write([row(0), row(1, loss=float("inf"), num_samples=5), row(2, loss=float("nan"))], range(4), 0, Standing(step=0))
     with pytest.raises(LossNotFinite) as caught:
         steps.read(4)
     assert (caught.value.shard, caught.value.num_samples, caught.value.value) == (1, 5, float("inf"))
@@ -84,7 +84,7 @@ def test_a_gradient_that_is_no_number_names_its_parameters():
 
 def test_a_batch_without_weight():
     steps = table()
-    steps.write([row(0, weight=0.0, loss=0.0)], range(4), 0, 0.0)
+    steps.write([row(0, weight=0.0, loss=0.0)], range(4), 0, Standing(step=0))
     with pytest.raises(UserError, match="add up to zero"):
         steps.read(4)
     assert np.isfinite(steps.values.numpy()).all()

@@ -12,6 +12,7 @@ from shoal.spec.errors import MemberLost, UserError
 
 LOOPBACK = "127.0.0.1"
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
+_STORE_SECONDS = 10.0
 
 
 def open_store(address: str, port: int, rank: int, size: int, timeout_seconds: float = 60.0) -> Store:
@@ -90,7 +91,10 @@ class Rendezvous:
     def _host_store(self) -> Store:
         hosted = _open(LOOPBACK, 0, self.size, self.timeout_seconds, is_host=True) if self.rank == 0 else None
         port = int(self.gather("store", str(hosted.port if hosted else 0))[0])
-        return hosted or _open(LOOPBACK, port, self.size, self.timeout_seconds, is_host=False)
+        try:
+            return hosted or _open(LOOPBACK, port, self.size, _STORE_SECONDS, is_host=False)
+        except dist.DistError as error:
+            raise lost([0], "The meeting point is gone.", why="its host ended", rank=self.rank) from error
 
     def gather(self, key: str, value: str) -> list[str]:
         """Everyone's value for `key`, in rank order. Raises MemberLost naming those who did not come in time."""

@@ -6,7 +6,7 @@ call it is in; one whose call failed writes that down. From these notes everyone
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
@@ -33,17 +33,27 @@ class Roll:
         """Return when all ranks have noted the same code for a call. About 0.2 ms a rank."""
         began = time.monotonic()
         keys = [f"{call}/{peer}" for peer in self._peers]
-        self._note(call, code)
-        while not self._meeting.await_keys(keys, LOOK_SECONDS):
-            self.look(call, code, began)
-        self._compare_noted(call, code)
+        with self._asking():
+            self._note(call, code)
+            while not self._meeting.await_keys(keys, LOOK_SECONDS):
+                self.look(call, code, began)
+            self._compare_noted(call, code)
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Without the store nobody can be asked; its host is lost at least."""
+        try:
+            yield
+        except dist.DistError as error:
+            raise self.lost(self._dead() or [0], "the meeting point ended with its host") from error
 
     def look(self, call: str, code: int, began: float) -> None:
         """While a call takes long: raise if a rank has ended, called something else, or is silent too long."""
-        self._note(call, code)
-        self._compare_noted(call, code)
-        self.look_for_the_lost(call)
-        silent = [peer for peer in self._peers if not self._has(f"{call}/{peer}")] or self._peers
+        with self._asking():
+            self._note(call, code)
+            self._compare_noted(call, code)
+            self.look_for_the_lost(call)
+            silent = [peer for peer in self._peers if not self._has(f"{call}/{peer}")] or self._peers
         seconds = time.monotonic() - began
         self._meeting.look(silent, seconds)
         if seconds >= self.timeout_seconds:
@@ -51,12 +61,14 @@ class Roll:
 
     def look_for_the_lost(self, call: str = "") -> None:
         """Raise if a rank of this host has ended, has left before this call, or noted that its connections broke."""
-        if dead := [peer for peer in self._dead() if not self._has(f"left/{peer}")]:
-            raise self.lost(dead, "the process ended without leaving the group")
-        if left := [peer for peer in self._peers if self._has_left(peer, call)]:
-            raise self.lost(left, "closed the group while others still waited; its own error, if any, is the cause")
-        if any(self._has(f"broken/{peer}") for peer in self._peers):
-            raise self.roll_call("another rank lost its connection")
+        with self._asking():
+            if dead := [peer for peer in self._dead() if not self._has(f"left/{peer}")]:
+                raise self.lost(dead, "the process ended without leaving the group")
+            if left := [peer for peer in self._peers if self._has_left(peer, call)]:
+                why = "closed the group while others still waited; its own error, if any, is the cause"
+                raise self.lost(left, why)
+            if any(self._has(f"broken/{peer}") for peer in self._peers):
+                raise self.roll_call("another rank lost its connection")
 
     def silent(self, ranks: Sequence[int]) -> MemberLost:
         message = f"Waited {self.timeout_seconds:g} s for {name_ranks(ranks)}."

@@ -21,6 +21,7 @@ from shoal.comm.rendezvous import Rendezvous
 from shoal.comm.roll import LOOK_SECONDS, Roll
 from shoal.spec.errors import UserError
 
+_CONNECT_SECONDS = 30.0
 _OPS: dict[Op, Any] = {Op.SUM: dist.ReduceOp.SUM, Op.MAX: dist.ReduceOp.MAX, Op.MIN: dist.ReduceOp.MIN}
 
 
@@ -160,7 +161,8 @@ class StreamWork:
 def _make_gloo(meeting: Rendezvous, device: Any) -> Any:
     options: Any = getattr(dist.ProcessGroupGloo, "_Options")()  # noqa: B009
     options._devices = [device]
-    options._timeout = timedelta(seconds=meeting.timeout_seconds)
+    # All have met just now, so whoever does not answer has gone again.
+    options._timeout = timedelta(seconds=min(meeting.timeout_seconds, _CONNECT_SECONDS))
     gloo: Any = dist.ProcessGroupGloo(PrefixStore("gloo", meeting.store), meeting.rank, meeting.size, options)
     # From here our own deadline comes first and can name the missing; gloo's ends what nobody waits for any more.
     gloo.set_timeout(timedelta(seconds=meeting.timeout_seconds + 60))

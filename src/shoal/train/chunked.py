@@ -177,7 +177,8 @@ class ChunkedOptimizer:
     ) -> None:
         """Make room for the state of an earlier run, named as in `named_state`; its values are copied in later."""
         for key in sorted({name.rpartition("/")[2] for name in state}):
-            self._state.setdefault(key, allocate())
+            if key not in self._state:
+                self._state[key] = allocate()
         for witness, counts in zip(self._witnesses, scalars, strict=True):
             kept = self.optimizer.state[witness]
             kept.update({name: witness.detach().clone() for name in self._state})

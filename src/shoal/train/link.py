@@ -5,7 +5,8 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NoReturn
 
@@ -98,6 +99,17 @@ class Link:
     def _beat(self) -> None:
         data = {name: getattr(self, name) for name in ("generation", "trainer", "call", "step", "is_stepping")}
         self._control.offer(Event(kind="beat", time=time.time(), step=self.step, data=data))
+
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """Inside, the members do something that newcomers know nothing of. The coordinator hears of it at once."""
+        was_stepping, self.is_stepping = self.is_stepping, False
+        self._beat()
+        try:
+            yield
+        finally:
+            self.is_stepping = was_stepping
+            self._beat()
 
     def say_called(self, name: str, result: Any) -> None:
         """A top-level call is over. Those who come later pass over it and get its result from here."""

@@ -35,7 +35,7 @@ from shoal.train.resume import read_progress, write_progress
 from shoal.train.saving import say
 from shoal.train.settings import make_settings
 from shoal.train.skips import MOST_IN_A_ROW, Skips
-from shoal.train.sync.sync import Outcome, Row
+from shoal.train.sync.sync import Outcome, Row, Standing
 from shoal.train.sync.table import NotFinite
 from shoal.train.team import Subject, Team
 from shoal.train.traits import ChangingBuffers, seed_of
@@ -243,17 +243,19 @@ class Trainer:
         while outcome is None:
             try:
                 outcome = self._attempt(batch)
+                self.conclude(outcome)
             except NotFinite as error:
                 outcome = error
+                self.conclude(outcome)
+            except MemberLost:
+                if not self._team.is_elastic:
+                    raise
                 self._buffers.write(self._at_start)
-            except MemberLost as error:
-                self._buffers.write(self._at_start)
-                outcome = self._reform(error)
+                outcome = self._team.reform(self)
                 if outcome is None and self._feed is not None:  # it never happened: again, with other shards
                     batch = self._batch(next(self._feed))
         if isinstance(outcome, NotFinite):
             return self._skip(batch.plan, outcome)
-        self._commit(batch.plan, outcome)
         self._record(batch, outcome, started, self._compute_seconds)
         self._after_step(batch.plan, outcome)
         return outcome.totals.loss
@@ -262,6 +264,7 @@ class Trainer:
         """Forward and backward of this worker's part, then sum and update with everybody."""
         started = time.perf_counter()
         plan, sync, rank = batch.plan, self._team.sync, self._team.rank
+        self._plan, self._compute_seconds = plan, 0.0
         assert sync is not None
         assignment = self._schedule.at(plan.step)
         at_start = self._at_start = self._buffers.read() if self._buffers else None
@@ -277,13 +280,13 @@ class Trainer:
             self._reach("forward", plan.step)
             if is_last:
                 # Before the last backward: so everyone knows what the whole batch weighs when sums are taken.
-                sync.post(rows, assignment[rank], self._speed.seconds_per_sample() or 0.0, self._wish())
+                sync.post(rows, assignment[rank], self._standing(plan.step))
             sync.gradients.open((piece.shards.start, piece.shards.stop), is_last=is_last)
             with in_user_code(rank, plan.step, data, "the backward of the loss"):
                 total.backward(gradient=torch.tensor(factor, dtype=total.dtype, device=total.device))
             sync.gradients.close()
         if not rows:
-            sync.post(rows, assignment[rank], 0.0, self._wish())
+            sync.post(rows, assignment[rank], self._standing(plan.step))
 
         self._compute_seconds = time.perf_counter() - started
         self._reach("backward", plan.step)
@@ -320,17 +323,20 @@ class Trainer:
         if self._faults is not None:
             self._faults.reach(point, step)
 
-    def _commit(self, plan: StepPlan, outcome: Outcome) -> None:
-        """The step counts, on every worker."""
-        if outcome.totals.buffers is not None:
-            self._buffers.write(outcome.totals.buffers)
+    def conclude(self, outcome: Outcome | NotFinite) -> None:
+        """The step under way is over, on every worker: it counts, or is left out."""
+        plan = self._plan
         self.place = plan.after
+        if isinstance(outcome, NotFinite):
+            self._buffers.write(self._at_start)
+            return
+        self._buffers.write(outcome.totals.buffers)
         self._is_first = False
-        if self._team.link is not None:
-            self._team.link.step = self.place.step
         self._speed.add(self._compute_seconds, plan.num_samples)
         if self.scheduler is not None and (self.settings.schedule == "step" or self.place.epoch > plan.epoch):
             self.scheduler.step()
+        if self._team.link is not None:
+            self._team.link.step = self.place.step
 
     def _after_step(self, plan: StepPlan, outcome: Outcome) -> None:
         """Shares, checkpoints, newcomers: all workers decide the same, each from the same numbers."""
@@ -348,14 +354,13 @@ class Trainer:
             self._hold()
 
     def _skip(self, plan: StepPlan, error: NotFinite) -> float:
-        """Leave a step out, on all workers alike; after several in a row go back to the last checkpoint."""
-        self.place = plan.after
+        """A step was left out, on all workers alike; after several in a row go back to the last checkpoint."""
         self._recorder.event("step_skipped", plan.step, message=error.message, samples=list(error.samples))
         say(f"{error.render()}\n  now: the step is left out".replace("error:", "warning:", 1), self.rank)
         if self._skips.add(plan.step):
             if not self._skips.may_go_back(plan.step) or self._store is None or not self._store.list():
                 raise error
-            self._together(self._resume)
+            self._team.together(self._resume, self)
             if self._feed is not None:
                 self._feed.drop()
             say(f"shoal: {MOST_IN_A_ROW} steps in a row were no good; back to step {self.place.step}", self.rank)
@@ -400,12 +405,6 @@ class Trainer:
 
     # The World.
 
-    def _reform(self, error: MemberLost) -> Outcome | NotFinite | None:
-        """Go on without those who were lost; what became of the step that was under way."""
-        if not self._team.is_elastic:
-            raise error
-        return self._team.reform(self)
-
     def settle_in(self) -> None:
         """This worker has met its World: shares begin anew, and what was loaded ahead is for other shards."""
         team = self._team
@@ -430,6 +429,9 @@ class Trainer:
         )
         self._team.reform(self)
 
+    def _standing(self, step: int) -> Standing:
+        return Standing(step=step, seconds_per_sample=self._speed.seconds_per_sample() or 0.0, wish=self._wish())
+
     def _wish(self) -> int:
         link = self._team.link
         if self._ending.is_asked or (link is not None and link.is_stopping):
@@ -443,27 +445,6 @@ class Trainer:
         if self._ending.is_asked:
             self._ending.end()
         raise SystemExit(143)
-
-    def _together(self, act: Callable[[], T]) -> T:
-        """Do something with all workers; where one is lost meanwhile, again with those who are left.
-
-        Nobody goes on before all have done it, so that all know whether it must be done again.
-        """
-        team, done = self._team, list[T]()
-        if not team.is_elastic:
-            return act()
-        while True:
-            try:
-                if not done:
-                    done.append(act())
-                    team.num_acts += 1
-                team.group.barrier()
-                return done[0]
-            except MemberLost as error:
-                self._reform(error)
-                if done and team.least_acts < team.num_acts:
-                    team.num_acts -= 1
-                    done.clear()
 
     def begin(self) -> None:
         """The workers have met for the first time: do they agree? Then go on from a checkpoint, if asked to."""
@@ -500,7 +481,7 @@ class Trainer:
         """
         with self._calls.make("save") as call:
             if not call.is_over:
-                self._together(lambda: self._write(wait=True)) if wait else self._write()
+                self._team.together(lambda: self._write(wait=True), self) if wait else self._write()
 
     def _write(self, *, wait: bool = False) -> None:
         self._saved_step = self.place.step
@@ -579,8 +560,8 @@ class Trainer:
             source = setup.make_source(dataset, None, self.settings, is_whole=False)
             with self._calls.make(name) as call:
                 if not call.is_over:
-                    result = self._together(
-                        lambda: act(self.model, function, source, self._team.group, block, self.device)
+                    result = self._team.together(
+                        lambda: act(self.model, function, source, self._team.group, block, self.device), self
                     )
                     call.result = result if name == "evaluate" else None
                     return result

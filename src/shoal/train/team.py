@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +22,8 @@ from shoal.train.settings import Settings
 from shoal.train.sync.message import MessageSync
 from shoal.train.sync.sync import Outcome, Sync
 from shoal.train.sync.table import NotFinite
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,10 @@ class Progress(Protocol):
 
     def begin(self) -> None:
         """The workers have just met for the first time: check that they agree, make a sync, and settle in."""
+        ...
+
+    def conclude(self, outcome: Outcome | NotFinite) -> None:
+        """The step that was under way counts, or was found to be no good. Called once for it."""
         ...
 
     def settle_in(self) -> None:
@@ -126,6 +132,28 @@ class Team:
             outcome = result or outcome
         return outcome
 
+    def together(self, act: Callable[[], T], progress: Progress) -> T:
+        """Do something with all workers; where one is lost meanwhile, again with those who are left.
+
+        Nobody goes on before all have done it, so that all know whether it must be done again.
+        """
+        if self.link is None:
+            return act()
+        done: list[T] = []
+        with self.link.acting():
+            while True:
+                try:
+                    if not done:
+                        done.append(act())
+                        self.num_acts += 1
+                    self.group.barrier()
+                    return done[0]
+                except MemberLost:
+                    self.reform(progress)
+                    if done and self.least_acts < self.num_acts:
+                        self.num_acts -= 1
+                        done.clear()
+
     def _try(self, world: World, progress: Progress) -> tuple[bool, Outcome | NotFinite | None]:
         outcome = None
         try:
@@ -134,6 +162,8 @@ class Team:
             holders = [rank for rank, number in enumerate(acts) if number]
             self.least_acts = min((int(number) for number in acts if number), default=0)
             outcome = self._settle(meeting, world, holders)
+            if outcome is not None:
+                progress.conclude(outcome)  # before newcomers are told where we are
             self._enter(world, meeting, holders, progress)
         except MemberLost:
             return False, outcome

@@ -13,7 +13,7 @@ from shoal.train import tree
 from shoal.train.gradients import Gradients
 from shoal.train.replica import Replica
 from shoal.train.summing import StepSum, square_of
-from shoal.train.sync.sync import Outcome, Row, Totals
+from shoal.train.sync.sync import Outcome, Row, Standing, Totals
 from shoal.train.sync.table import NotFinite, StepTable, checked_norm, not_finite
 
 BUCKET_ELEMENTS = 2**20
@@ -77,8 +77,8 @@ class MessageSync:
         self._table.clear()
         self.gradients.begin(num_shards, assignment[self._group.rank])
 
-    def post(self, rows: Sequence[Row], mine: range, seconds_per_sample: float, wish: int = 0) -> None:
-        self._table.write(rows, mine, self._group.rank, seconds_per_sample, wish)
+    def post(self, rows: Sequence[Row], mine: range, standing: Standing) -> None:
+        self._table.write(rows, mine, self._group.rank, standing)
         self._reach("posted")
 
     def _send(self, num_elements: int) -> None:

@@ -16,7 +16,7 @@ from shoal.train.flat import CHUNK, Chunk
 from shoal.train.gradients import Gradients
 from shoal.train.replica import Replica
 from shoal.train.summing import StepSum, square_of
-from shoal.train.sync.sync import Outcome, Row
+from shoal.train.sync.sync import Outcome, Row, Standing
 from shoal.train.sync.table import NotFinite, StepTable, checked_norm, not_finite
 from shoal.train.undo import Undo
 
@@ -126,8 +126,8 @@ class SharedMemorySync:
                 Undo(kept.all[rank].view(dtype), words[rank], self._reach) for rank in range(self._group.size)
             ]
 
-    def post(self, rows: Sequence[Row], mine: range, seconds_per_sample: float, wish: int = 0) -> None:
-        self._table.write(rows, mine, self._group.rank, seconds_per_sample, wish)
+    def post(self, rows: Sequence[Row], mine: range, standing: Standing) -> None:
+        self._table.write(rows, mine, self._group.rank, standing)
         self._group.signal(POSTED, self._turn)
         self._reach("posted")
 

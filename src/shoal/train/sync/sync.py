@@ -29,6 +29,15 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What a worker says of itself in a step: which step it is in, how fast it is, what it wishes to do after it."""
+
+    step: int
+    seconds_per_sample: float = 0.0
+    wish: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
     """The rows of a step, combined. `loss` is the true mean; `buffers` the mean over samples; `wish` the largest."""
 
@@ -64,8 +73,8 @@ class Sync(Protocol):
         """Start a step of `num_shards` shards; `assignment` says which of them each rank has."""
         ...
 
-    def post(self, rows: Sequence[Row], mine: range, seconds_per_sample: float, wish: int = 0) -> None:
-        """Tell the others what this worker's shards weigh and lost, and what it wishes to do after this step."""
+    def post(self, rows: Sequence[Row], mine: range, standing: Standing) -> None:
+        """Tell the others what this worker's shards weigh and lost, and where it stands."""
         ...
 
     def finish(self) -> Outcome:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from shoal.spec.errors import UserError
+from shoal.spec.errors import BugError, UserError
 from shoal.train.flat import FlatLayout, shorten
-from shoal.train.sync.sync import Row, Totals
+from shoal.train.sync.sync import Row, Standing, Totals
 
 WEIGHT, LOSS, SAMPLES, BUFFERS = range(4)
-SPEED, WISH = range(2)
+SPEED, WISH, STEP = range(3)
 
 
 class StepTable:
@@ -28,13 +28,17 @@ class StepTable:
         self._allocate = allocate
         self.values: torch.Tensor | None = None
 
-    def write(self, rows: Sequence[Row], mine: range, rank: int, seconds_per_sample: float, wish: int = 0) -> None:
+    def write(self, rows: Sequence[Row], mine: range, rank: int, standing: Standing) -> None:
         """Fill in the rows of the shards in `mine`; merged shards leave the rest of their rows empty."""
         table = self._rows(rows)
         table[mine.start : mine.stop] = 0
         for row in rows:
             _add(table[row.shard], row)
-        table[self._num_shards + rank, [SPEED, WISH]] = seconds_per_sample, wish
+        table[self._num_shards + rank, [SPEED, WISH, STEP]] = (
+            standing.seconds_per_sample,
+            standing.wish,
+            standing.step,
+        )
 
     def _rows(self, rows: Sequence[Row] = ()) -> np.ndarray:
         height = self._num_shards + self._num_ranks
@@ -56,9 +60,10 @@ class StepTable:
         samples = rows[:, SAMPLES]
         weight = math.fsum(rows[:, WEIGHT])
         loss = math.fsum(rows[:, LOSS])
+        ranks = table[self._num_shards :]
+        _check_steps(ranks[:, STEP])
         check_finite(rows)
         buffers = _mean(rows[:, BUFFERS:], samples) if table.shape[1] > BUFFERS else None
-        ranks = table[self._num_shards :]
         return Totals(
             weight=weight,
             loss=loss / weight,
@@ -66,6 +71,12 @@ class StepTable:
             seconds_per_sample=tuple(ranks[:, SPEED].tolist()),
             wish=int(ranks[:, WISH].max()),
         )
+
+
+def _check_steps(steps: np.ndarray) -> None:
+    """What belongs to different steps must never be added up."""
+    if steps.min() != steps.max():
+        raise BugError(f"The workers are in different steps: {steps.astype(int).tolist()}.")
 
 
 def _add(line: np.ndarray, row: Row) -> None:
