@@ -12,6 +12,7 @@ from shoal.engine.entry import entry_of, find_python
 from shoal.engine.env import RunFacts, is_loading_call, shoal_home
 from shoal.engine.fit import PLAIN_WORKER_BYTES, TORCH_WORKER_BYTES, check_memory
 from shoal.engine.machine import available_cores
+from shoal.engine.nursery import wants_spare
 from shoal.engine.ports import ReservedPorts
 from shoal.engine.signals import StopSignals
 from shoal.engine.story import as_error, tell_failures
@@ -52,6 +53,7 @@ def run_job(job: Job, *, keep: Keep | None = None, out: TextIO | None = None, is
         job = _choose_workers(job)
     worker_bytes = PLAIN_WORKER_BYTES if entry[0] == "program" else TORCH_WORKER_BYTES
     check_memory(job.num_workers or 1, worker_bytes, job.options)
+    wants_spare(job.options)
     crew = Crew(job=job, python=find_python(job.python), entry_of=lambda rank: entry, stdin_fd=_stdin_fd())
     with StopSignals() as stops:
         outcome = _run(crew, keep or Keep(), stops, None if is_quiet else out or sys.stdout)

@@ -16,6 +16,7 @@ from shoal.engine.entry import command_of
 from shoal.engine.env import RunFacts, inherited_env, worker_env
 from shoal.engine.local import Listener, LocalEngine
 from shoal.engine.machine import OutOfMemoryKills, out_of_memory_kills
+from shoal.engine.nursery import wants_spare
 from shoal.engine.requests import RequestSocket
 from shoal.engine.signals import StopSignals
 from shoal.observe.folder import RunFolder
@@ -158,7 +159,7 @@ class Watch:
             began=self._begin_again,
             changed=self._resized,
         )
-        has_spare = crew.job.options.get("engine.spares") != "0" and crew.entry_of(0)[0] in ("script", "module")
+        has_spare = wants_spare(crew.job.options) and crew.entry_of(0)[0] in ("script", "module")
         return ElasticRun(engine, min_workers, crew.num_workers, hooks, has_spare=has_spare)
 
     def _follow(self, engine: LocalEngine, requests: RequestSocket) -> None:

@@ -143,7 +143,7 @@ class LocalEngine:
     def keep_spare(self, spec: WorkerSpec) -> bool:
         """Have a process ready for the next worker like `spec`; False where there is one, or no memory for it.
 
-        Workers are `worker.py` with two pipes. Until it is ready, and for other workers, `start` does not use it.
+        Such workers are `worker.py` with two pipes; for others, `start` does not use it.
         """
         if self._spare is not None or not self._running or not has_room():
             return False

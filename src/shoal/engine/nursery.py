@@ -4,10 +4,11 @@ import json
 import os
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from shoal.engine.engine import CONTROL_FD, WORLD_FD
 from shoal.engine.machine import available_memory_bytes
+from shoal.spec.errors import UserError
 from shoal.spec.job import WorkerSpec
 
 _SPARE_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "spare.py")
@@ -43,20 +44,11 @@ class Spare:
         ours.setblocking(False)
         self._channel = ours
         self._head = spec.command[:2]
-        self._is_ready = False
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it has imported everything and lives."""
-        if not self._is_ready:
-            try:
-                self._is_ready = self._channel.recv(1) == b"!"
-            except OSError:
-                return False
-        return self._is_ready and self.process.poll() is None
 
     def fits(self, spec: WorkerSpec) -> bool:
-        return self.is_ready and spec.command[:2] == self._head and spec.command[2:4] == (CONTROL_FD, WORLD_FD)
+        """Whether it can become this worker. It need not have imported everything yet: it is ahead all the same."""
+        is_alike = spec.command[:2] == self._head and spec.command[2:4] == (CONTROL_FD, WORLD_FD)
+        return is_alike and self.process.poll() is None
 
     def become(self, spec: WorkerSpec, fds: Sequence[int]) -> subprocess.Popen[bytes] | None:
         """Make it the worker of `spec`, given input, output, control and World descriptors; None if it is gone."""
@@ -79,6 +71,16 @@ class Spare:
         self._channel.close()
         self.process.kill()
         self.process.wait()
+
+
+def wants_spare(options: Mapping[str, str]) -> bool:
+    """Whether the user lets an elastic run keep a spare: the option `engine.spares`, 0 or 1."""
+    value = options.get("engine.spares", "1")
+    if value not in ("0", "1"):
+        raise UserError(
+            f"engine.spares is {value!r}.", why="a run keeps one spare process, or none", hint="use 0 or 1"
+        )
+    return value == "1"
 
 
 def has_room() -> bool:

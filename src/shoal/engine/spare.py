@@ -1,8 +1,8 @@
 """A process that has done the slow part of starting, importing torch, and waits to become a worker.
 
-Run by path with the interpreter of the workers, as `python spare.py SOCKET_FD WORKER_FILE`. It says a byte when it is
-ready. Then it is told once, in a line of JSON and with descriptors beside it, which worker it is to be, and from
-there on it is one: nothing of the run is known to it before. If the socket ends, so does it.
+Run by path with the interpreter of the workers, as `python spare.py SOCKET_FD WORKER_FILE`. It is told once, in a
+line of JSON and with descriptors beside it, which worker it is to be, and from there on it is one: nothing of the run
+is known to it before. If the socket ends, so does it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,11 @@ import json
 import os
 import socket
 import sys
-import threading
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
-
-NICENESS = 10
-"""Enough to let workers go first. Where the kernel shares the processor among sessions, it counts for little."""
 
 
 def main(socket_fd: str, worker_file: str) -> None:
@@ -31,7 +27,6 @@ def main(socket_fd: str, worker_file: str) -> None:
     with socket.socket(fileno=int(socket_fd)) as channel:
         os.set_inheritable(int(socket_fd), False)
         warm_up()
-        channel.sendall(b"!")
         order, fds = receive(channel)
     if order is not None:
         become(worker, worker_file, order, fds)
@@ -48,21 +43,24 @@ def load(path: str) -> ModuleType:
 
 
 def warm_up() -> None:
-    """Import what workers need, without being in their way.
+    """Import what workers need, and never in front of one that wakes up.
 
-    Niceness belongs to a thread on Linux, and nobody may take his own back: so a thread imports, and ends. Libraries
-    that start threads when they are loaded come before that, or those threads would stay slow.
+    That is SCHED_BATCH. Being nicer would only spread the same work over a longer time, in which nobody has a spare;
+    and who is nice once, and not root, stays so.
     """
-    import_if_there("numpy")
-    thread = threading.Thread(target=import_gently)
-    thread.start()
-    thread.join()
-
-
-def import_gently() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    schedule(os.SCHED_BATCH)
     import_if_there("torch")
     import_if_there("shoal.train.loop")
+    schedule(os.SCHED_OTHER)
+
+
+def schedule(policy: int) -> None:
+    """Say how this process is to be scheduled, with all threads that libraries have started."""
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            os.sched_setscheduler(int(thread), policy, os.sched_param(0))
+        except OSError:  # forbidden in a sandbox, or the thread has ended
+            continue
 
 
 def import_if_there(name: str) -> None:

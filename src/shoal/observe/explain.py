@@ -179,6 +179,8 @@ def find_cause(events: Sequence[Event]) -> Cause | None:
     ended = [event.data.get("cause") for event in events if event.kind == "run_ended"]
     if ended and isinstance(ended[-1], dict):
         return _cause(ended[-1], ended[-1].get("rank"), ended[-1].get("step"), len(errors) - 1)
+    # One that a worker could be replaced for ended that worker, not the run.
+    errors = [event for event in errors if event.data.get("is_retryable") is not True]
     if errors:
         first = errors[0]
         step = first.data.get("step") if first.step is None else first.step
