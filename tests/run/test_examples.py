@@ -26,6 +26,7 @@ COMMANDS = {
     "08_plain_ddp": TWO,
     "09_everyday": TWO,
     "10_files": PYTHON,
+    "11_faults": PYTHON,
 }
 """How each is run here. Starting torch takes most of the time, so most run in one process."""
 
@@ -81,6 +82,7 @@ PROMISES = {
     "08_plain_ddp": r"\[1\] rank 1, epoch 2: loss 0\.\d",
     "09_everyday": r"averaged weights: +9\d\.\d % right",
     "10_files": r"rent .*: 0\.1\d, 0\.[45]\d, 0\.[12]\d",
+    "11_faults": r"kill of rank 1(.|\n)*in peace: +(\w+), exit code 0\nwith faults: \2, exit code 0",
 }
 """What the output must match. Digests of 04 and 05 are compared below."""
 

@@ -13,7 +13,7 @@ import pytest
 from shoal.observe.journal import read
 from shoal.spec.errors import UserError
 from shoal.testing import rigs
-from shoal.testing.faults import Faults, FaultyRun
+from shoal.testing.faults import Faults
 from tests.run.launching import Box, box
 
 __all__ = ["box"]
@@ -46,14 +46,11 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-def log_of(run: FaultyRun, rank: int) -> str:
-    return Path(run.run_dir, "logs", f"{rank}.log").read_text()
-
-
 def test_without_faults_all_is_well(script):
     run = Faults().run(script, num_workers=2)
     assert (run.exit_code, run.status, run.strikes) == (0, "finished", ())
-    assert "ended" in log_of(run, 1)
+    assert "ended" in run.log(1)
+    assert run.log(2) == ""
     assert len(run.of("worker_exited")) == 2
 
 
@@ -63,7 +60,7 @@ def test_a_kill_strikes_its_rank_in_its_step(script):
     assert (strike.rank, strike.step, strike.data["kind"], strike.data["at"]) == (1, 3, "kill", "updating")
     assert run.status == "failed"
     assert {event.rank: event.data["code"] for event in run.of("worker_exited")}[1] == -signal.SIGKILL
-    assert log_of(run, 1).split()[-1] == "2"
+    assert run.log(1).split()[-1] == "2"
 
 
 def test_an_error_is_one_of_the_users(script):
@@ -83,7 +80,7 @@ def test_slow_and_hung_for_a_while(script):
         .run(script, num_workers=1)
     )
     assert run.exit_code == 0
-    late = [line.split()[4] for line in log_of(run, 0).splitlines() if line.startswith("late")]
+    late = [line.split()[4] for line in run.log(0).splitlines() if line.startswith("late")]
     assert late == ["1", "2", "4"]
     assert [strike.data["kind"] for strike in run.strikes] == ["slow", "hang"]
 
@@ -91,7 +88,7 @@ def test_slow_and_hung_for_a_while(script):
 def test_frozen_for_a_while(script):
     run = Faults().freeze(rank=0, step=2, seconds=0.4, at="backward").run(script, num_workers=1)
     assert run.exit_code == 0
-    (late,) = (line for line in log_of(run, 0).splitlines() if line.startswith("late"))
+    (late,) = (line for line in run.log(0).splitlines() if line.startswith("late"))
     assert late.startswith("late at backward of 2 by 0.")
 
 

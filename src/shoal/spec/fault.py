@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.spec.errors import UserError
 
-POINTS = ("start", "forward", "backward", "posted", "summed", "updating", "updated", "saving")
+POINTS = ("start", "forward", "posted", "backward", "summed", "updating", "updated", "saving")
 """Where in a step a fault can strike, in the order a step reaches them; `saving` is while a checkpoint is written."""
 
 KINDS: Mapping[str, frozenset[str]] = {

@@ -36,6 +36,11 @@ class FaultyRun:
         """The events of one kind."""
         return tuple(event for event in self.events if event.kind == kind)
 
+    def log(self, rank: int) -> str:
+        """What a worker printed, and those before it with that rank; empty where there was none."""
+        path = Path(self.run_dir, "logs", f"{rank}.log")
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
 
 @dataclass(frozen=True, slots=True)
 class Faults:
