@@ -171,7 +171,7 @@ class ElasticRun:
             self._engine.start([self._hooks.spec_of(worker, incarnation)])
         except UserError as error:
             # As if it had started and died at once: the coordinator tries again, and gives up in the end.
-            self._hooks.show(f"rank {worker} cannot be started: {error.why or error.message}")
+            self._ends[worker] = f"cannot be started: {error.why or error.message}"
             self._decisions += self._coordinator.started(worker, 0, time.monotonic())
             self.exited(WorkerExit(rank=worker, code=-signal.SIGKILL, time=time.time()), is_failure=False)
             return

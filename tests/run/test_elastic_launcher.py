@@ -172,6 +172,40 @@ def test_workers_that_die_again_and_again_end_the_run(box: Box) -> None:
     assert box.facts()["status"] == "failed"
 
 
+def test_a_worker_that_cannot_be_started_is_tried_again(run: Run) -> None:
+    log = run.folder / "logs" / "1.log"
+    log.unlink()
+    log.mkdir()
+    os.kill(run.pid(1), signal.SIGKILL)
+    run.box.wait_for(lambda: len(run.events("worker_lost")) >= 2)
+    assert run.members() == ["0.0", "2.0"]
+    log.rmdir()
+    run.box.wait_for(lambda: len(run.members()) == 3)
+    _, told = run.finish()
+    assert run.launcher.returncode == 0
+    assert f"shoal: lost rank 1 (cannot be started: Is a directory: {log}); going on with 2 workers" in told
+    assert told.endswith("shoal: rank 1 is back; 3 workers\n")
+
+
+def test_a_replacement_ends_with_a_killed_launcher_too(box: Box) -> None:
+    """Neither a signal nor the end of a pipe moves it."""
+    source = """
+        import os, signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open(f"up{os.environ['RANK']}.{os.environ['SHOAL_INCARNATION']}", "w").close()
+        time.sleep(60)
+    """
+    box.write("stubborn.py", source)
+    launcher = box.start("run", "-n", "1:2", "--name", "r", "stubborn.py")
+    box.wait_for_files("up0.0", "up1.0")
+    assert box.run("kill", "r", "--rank", "1").returncode == 0
+    box.wait_for_files("up1.1")
+    time.sleep(0.1)  # the guard hears of it
+    launcher.kill()
+    launcher.communicate()
+    box.wait_for_peace(3.0)
+
+
 def test_ctrl_c_ends_all_and_tells_them(run: Run) -> None:
     started = time.monotonic()
     run.launcher.send_signal(signal.SIGINT)
@@ -179,6 +213,8 @@ def test_ctrl_c_ends_all_and_tells_them(run: Run) -> None:
     assert time.monotonic() - started < 3.0
     assert run.launcher.returncode == 130
     assert run.facts()["status"] == "stopped"
+    notes = [path.read_text() for path in run.box.folder.glob("note-*")]
+    assert set(notes) <= {"stop SIGINT\n"}
 
 
 def test_members_of_a_killed_launcher_may_save_before_they_end(box: Box) -> None:

@@ -306,6 +306,36 @@ class TestProgress:
         assert screen.rows()[1].startswith("step 2/500")
 
 
+class TestWorkersThatComeAndGo:
+    def test_the_progress_of_a_lost_worker_is_not_that_of_the_run(self):
+        screen = Screen(2, is_tty=True)
+        screen.progress(rank=0, step=3)
+        screen.progress(rank=1, step=5)
+        screen.console.lose(0)
+        screen.wait(1.0)
+        assert screen.rows()[-1].startswith("step 5")
+
+    def test_the_last_progress_stays_if_nobody_is_left(self):
+        screen = Screen(1, is_tty=True)
+        screen.progress(rank=0, step=3)
+        screen.console.lose(0)
+        screen.wait(1.0)
+        assert screen.rows()[-1].startswith("step 3")
+
+    def test_lines_wait_for_as_many_as_there_are(self):
+        screen = Screen(3)
+        screen.console.lose(2)
+        for rank in (0, 1):
+            screen.console.feed(rank, b"a\n")
+        assert screen.text == "[0-1] a\n"
+        screen.console.begin(2)
+        for rank in (0, 1):
+            screen.console.feed(rank, b"b\n")
+        assert screen.text == "[0-1] a\n"
+        screen.console.feed(2, b"b\n")
+        assert screen.text == "[0-1] a\n[0-2] b\n"
+
+
 class TestHostileOutput:
     @pytest.mark.parametrize(
         ("text", "plain"),

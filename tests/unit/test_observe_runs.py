@@ -238,3 +238,11 @@ class TestPs:
         with open(os.path.join(path, "metrics-0.jsonl"), "a") as file:
             file.write('{"step": 99')
         assert ps.newest_step(path) == (4, 0.5)
+
+
+class TestElasticRuns:
+    def test_how_many_of_how_many(self, home):
+        with home.add(num_workers=3, min_workers=2, max_workers=8) as run:
+            (row,) = ps.list_rows(home.path, 1e9)
+            assert (row.run.min_workers, row.run.max_workers) == (2, 8)
+            assert ps.table([row], 200).splitlines()[1].split()[:5] == [run.name, "running", "3", "of", "2:8"]
