@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-STEPS = 4
+STEPS = 3
 """Steps of a call. A call ends with one more turn, in which all agree that it is over."""
 SHARDS = 6
 BATCH = 10

@@ -18,6 +18,7 @@ class Memory:
         size = world.size
         self.posts: list[tuple[int, bool, frozenset[int]]] = [(0, False, frozenset())] * size
         self.updated = [0] * size
+        self.cast = [0] * size  # the truth about votes, which no message kind of worker sees
         shared = [0] * size
         self.seen = [shared if is_shared else [0] * size for _ in range(size)]
         self.is_closed = False
@@ -32,7 +33,7 @@ class Memory:
 
     def vote(self, rank: int, turn: int, send: Callable[[int], None]) -> None:
         """Cast a vote. Without shared memory, `send(reader)` brings it to each of the others."""
-        self.seen[rank][rank] = turn
+        self.seen[rank][rank] = self.cast[rank] = turn
         if not self.is_shared:
             for reader in range(self.world.size):
                 if reader != rank:

@@ -6,11 +6,16 @@ from typing import Any
 
 Fault = tuple[float, str, tuple[Any, ...]]
 FOREVER = 1e9
+WEIGHTS = {"kill": 60, "freeze": 7, "cut": 5, "starve": 6, "slow": 2, "resize": 20}
+"""How often something happens. Those that take seconds to be found out are rarer: they cost time here, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """One run. `is_shared`: workers share memory; else votes travel. `is_remote`: control messages come twice, and late."""
+    """One run. `is_shared`: workers share memory; else votes travel.
+
+    `is_remote`: control messages come late, in another order, and twice.
+    """
 
     seed: int
     num_workers: int
@@ -27,14 +32,14 @@ class Schedule:
         return sum(act in ("kill", "freeze", "cut", "slow") for _, act, _ in self.faults)
 
 
-def draw_schedule(seed: int) -> Schedule:
-    """Two in three runs lose someone; one in three has several troubles close together."""
+def draw_schedule(seed: int, kinds: tuple[str, ...] = (), remote_share: float = 0.35) -> Schedule:
+    """Most runs lose someone, many have several troubles close together. `kinds` limits what may happen."""
     source = random.Random(f"schedule {seed}")
     num_workers = source.randint(2, 4)
     max_workers = num_workers + source.randint(0, 1)
     step_seconds = source.choice((0.01, 0.03, 0.08))
-    num_calls = source.randint(2, 4)
-    length = 0.4 + num_calls * 4 * step_seconds * 1.6
+    num_calls = source.randint(2, 3)
+    length = 0.4 + num_calls * 3 * step_seconds * 1.6
     return Schedule(
         seed=seed,
         num_workers=num_workers,
@@ -43,31 +48,28 @@ def draw_schedule(seed: int) -> Schedule:
         num_calls=num_calls,
         step_seconds=step_seconds,
         is_shared=source.random() < 0.5,
-        is_remote=source.random() < 0.35,
-        faults=tuple(_draw_faults(source, max_workers, length)),
+        is_remote=source.random() < remote_share,
+        faults=tuple(_draw_faults(source, max_workers, length, kinds)),
     )
 
 
-def _draw_faults(source: random.Random, max_workers: int, length: float) -> list[Fault]:
+def _draw_faults(source: random.Random, max_workers: int, length: float, kinds: tuple[str, ...]) -> list[Fault]:
     when = source.uniform(0.1, length)
     faults: list[Fault] = []
     for _ in range(source.choice((1, 1, 2, 3, 4))):
-        faults.append((when, *_draw_fault(source, max_workers)))
+        kind = source.choice(kinds) if kinds else source.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        faults.append((when, kind, _draw_details(source, kind, max_workers)))
         when += source.choice((0.0, 0.005, 0.03, 0.3, 0.8)) * source.random()
     return faults
 
 
-def _draw_fault(source: random.Random, max_workers: int) -> tuple[str, tuple[Any, ...]]:
+def _draw_details(source: random.Random, kind: str, max_workers: int) -> tuple[Any, ...]:
     worker = source.randrange(max_workers)
-    draw = source.random()
-    if draw < 0.6:
-        return "kill", (worker,)
-    if draw < 0.67:
-        return "freeze", (worker, source.choice((0.5, 1.0, 2.5, FOREVER)))
-    if draw < 0.72:
-        return "cut", (worker, source.choice((0.5, 1.0, 3.0)))
-    if draw < 0.78:
-        return "starve", (source.choice((0.3, 1.0, 4.0)),)
-    if draw < 0.80:
-        return "slow", (worker, 5.0)
-    return "resize", (source.randint(1, max_workers),)
+    return {
+        "kill": (worker,),
+        "freeze": (worker, source.choice((0.5, 1.0, 2.5, FOREVER))),
+        "cut": (worker, source.choice((0.5, 1.0, 3.0))),
+        "starve": (source.choice((0.3, 1.0, 1.5, 4.0)),),
+        "slow": (worker, 5.0),
+        "resize": (source.randint(1, max_workers),),
+    }[kind]

@@ -38,6 +38,7 @@ class Worker:
         self.hold = -1
         self.gathered: dict[int, list[dict[str, int]]] = {}
         self.history: set[int] = set()
+        self.passed: frozenset[int] = frozenset()
         self.is_stopped = False
         self.state: State | None = None
         self.pending: tuple[int, int] | None = None  # turn and generation of the sum it holds
@@ -65,6 +66,8 @@ class Worker:
         if kind == "world":
             world = read_world(message)
             self.sim.saw_world(world)
+            if self.newest is None:
+                self.passed = frozenset(self.history)
             if self.newest is None or world.generation > self.newest.generation:
                 self.newest = world
         elif kind == "gathered":
@@ -142,8 +145,9 @@ class Worker:
         while world.generation not in self.gathered:
             self.look()
             yield None
-        reports = [commit.Report(**value) for value in self.gathered[world.generation]]
-        yield from self.settle(world, commit.outcome_of(reports))
+        values = self.gathered[world.generation]
+        reports = [commit.Report(committed=value["committed"], voted=value["voted"]) for value in values]
+        yield from self.settle(world, commit.outcome_of(reports), max(value["call"] for value in values))
         self.memory = self.sim.memory_of(world)
         self.sim.entered(self, world)
         self.is_standing = False
@@ -158,34 +162,45 @@ class Worker:
     def report(self) -> dict[str, int]:
         """The last turn known to be committed, and the last one voted for. No vote is cast after this."""
         if self.state is None:
-            return {"committed": commit.NOTHING, "voted": commit.NOTHING}
-        committed = self.state.turn
+            return {"committed": commit.NOTHING, "voted": commit.NOTHING, "call": self.call}
         if self.pending is not None and self.memory is not None:
-            if commit.is_committed(self.sim.votes_that_count(self.memory, self.rank, self.world), committed + 1):
-                committed += 1
-        return {"committed": committed, "voted": self.voted}
+            votes = self.sim.votes_that_count(self.memory, self.rank, self.world)
+            if commit.is_committed(votes, self.pending[0]):
+                self.apply()
+        return {"committed": self.state.turn, "voted": self.voted, "call": self.call}
 
-    def settle(self, world: World, outcome: commit.Outcome) -> Moves:
+    def settle(self, world: World, outcome: commit.Outcome, newest_call: int) -> Moves:
         act = outcome.acts[world.rank_of(self.id)]
+        is_newcomer = self.state is None
         if outcome.source is None:
-            if not world.is_fresh:
+            # Nobody has a state. Who passed over calls cannot begin at the beginning; a new process can.
+            if newest_call > 0 and not world.is_fresh:
                 raise Ended(RETRYABLE)
+            self.sim.check(self.state is None, f"{self.id} throws away what it has")
             self.state = self.sim.restore(world)
             return
-        if act is commit.Act.APPLY or (act is commit.Act.KEEP and self.state.turn == outcome.turn - 1):
+        if act is commit.Act.APPLY:
             yield self.sim.delay(0.005)
             self.apply()
         elif act is commit.Act.FETCH:
-            is_newcomer = self.state is None
             while not self.sim.is_settled(world, outcome):
                 self.look()
                 yield self.sim.delay(0.01)
             yield self.sim.delay(0.05)
             self.look()
             self.state = self.sim.fetch(world, outcome)
-            if is_newcomer:
-                self.sim.check(self.call == call_of(outcome.turn + 1), f"{self.id} came in at the wrong call")
-        self.sim.check(self.state.turn == outcome.turn, f"{self.id} begins at {self.state.turn}, not {outcome.turn}")
+        begin = outcome.turn
+        if is_end(begin + 1) and newest_call > call_of(begin + 1):
+            # Somebody who is dead now had ended the call and said so; one of us has passed over it since.
+            begin += 1
+            if self.state.turn < begin:
+                self.state = self.state.after(world.generation)
+                self.sim.applied(self, self.state)
+        self.sim.check(self.state.turn == begin, f"{self.id} begins at {self.state.turn}, not {begin}")
+        if is_newcomer:
+            while self.call in self.history - self.passed:  # it ended while this one was being let in
+                self.call += 1
+            self.sim.check(self.call == call_of(self.state.turn + 1), f"{self.id} came in at the wrong call")
 
     def turn(self) -> Moves:
         """One step with everybody, or the end of a call."""
@@ -245,6 +260,7 @@ class Worker:
         """Take the turn whose sum is held."""
         turn, generation = self.pending
         self.sim.check(turn == self.state.turn + 1, f"{self.id} applies {turn} after {self.state.turn}")
+        self.sim.check(min(self.sim.memories[generation].cast) >= turn, f"{self.id} applies {turn}: votes are missing")
         self.state = self.state.after(generation)
         self.pending = None
         self.sim.applied(self, self.state)

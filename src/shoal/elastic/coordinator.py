@@ -232,7 +232,8 @@ class Coordinator:
         for suspect in self.detector.suspects(living, self._missing_since(), self._time.now):
             decisions += self._end(suspect)
         outside = [process.id for process in self.state.processes.values() if process.id not in ids]
-        for member_id in silent_too_long(self.detector, living, outside, self._time.now):
+        is_ending = self.state.is_ending
+        for member_id in silent_too_long(self.detector, living, outside, self._time.now, is_ending=is_ending):
             decisions += self._condemn(member_id, "it is silent")
         return decisions
 

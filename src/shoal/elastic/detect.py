@@ -163,15 +163,17 @@ def _weight(suspect: Suspect) -> tuple[int, float]:
     return len(suspect.waited_by), suspect.waited_seconds
 
 
-def silent_too_long(detector: Detector, members: Iterable[str], outside: Iterable[str], now: float) -> list[str]:
+def silent_too_long(
+    detector: Detector, members: Iterable[str], outside: Iterable[str], now: float, *, is_ending: bool
+) -> list[str]:
     """Those whom nobody complains about, and who beat once and then stopped for good.
 
     Newcomers have no peers yet. A member may have none left, or none that is not frozen too; it has the state of the
-    run, so it is given longer, and is given up only while a newcomer that could go on is heard.
+    run, so it is given longer, and is given up only where a newcomer that could go on is heard, or others finished.
     """
     limit = max(HUNG_SECONDS, 3.0 * detector.gaps.seconds(now))
     newcomers = {member: detector.silence(member, now) for member in outside if member in detector.heard}
     found = [member for member, silent in newcomers.items() if silent > limit]
-    if any(silent < FRESH_SECONDS for silent in newcomers.values()):
+    if is_ending or any(silent < FRESH_SECONDS for silent in newcomers.values()):
         found += [member for member in members if detector.silence(member, now) > 3.0 * limit]
     return found

@@ -36,8 +36,8 @@ class Process:
     finished calls, and may have passed over them.
     """
 
+    id: str
     worker: int
-    incarnation: int
     pid: int
     node: str = ""
     phase: Phase = Phase.STARTING
@@ -45,10 +45,6 @@ class Process:
     is_condemned: bool = False
     is_entered: bool = False
     is_told: bool = False
-
-    @property
-    def id(self) -> str:
-        return f"{self.worker}.{self.incarnation}"
 
     def as_member(self) -> Member:
         return Member(id=self.id, worker=self.worker, node=self.node, pid=self.pid)
@@ -64,7 +60,7 @@ class Membership:
 
     The World: `at_work` are the members heard of in it, `is_entered` says that all were. `is_held`: they were asked
     to stand still; `standing` are those that do, the last since `standing_since`. `num_fruitless` counts times when
-    that was for nothing, and `next_hold` is when it may be asked again. `is_short`: it was said that there are too few.
+    that was for nothing, `next_hold` is when it may be asked again. `is_short`: it was said that there are too few.
 
     The end: `left` are the ids of those who ended well, `stopped` of newcomers that were told to. `is_missed`:
     someone needs one who left. `is_ending`: nobody is replaced. `is_failed`: nothing is decided any more.
@@ -123,7 +119,7 @@ def without(mapping: Mapping[int, V], key: int) -> Mapping[int, V]:
 def started(state: Membership, worker: int, pid: int, now: float) -> Membership:
     """A process was started for this worker number. Before the first World this also says how many are wanted."""
     incarnation = state.incarnations.get(worker, -1) + 1
-    process = Process(worker=worker, incarnation=incarnation, pid=pid, since=now)
+    process = Process(id=f"{worker}.{incarnation}", worker=worker, pid=pid, since=now)
     return replace(
         state,
         num_wanted=max(state.num_wanted, worker + 1) if state.world is None else state.num_wanted,
@@ -205,7 +201,7 @@ def exited(state: Membership, worker: int, code: int, now: float, *, is_retryabl
     """The process is gone and reaped. Who was lost is replaced; who left, or was let go, is not."""
     gone = state.processes[worker]
     state = replace(state, processes=without(state.processes, worker))
-    if gone.phase is Phase.LEAVING or worker >= state.num_wanted:
+    if gone.phase is Phase.LEAVING or (gone.phase is not Phase.MEMBER and worker >= state.num_wanted):
         return state, []
     if code == 0 and not gone.is_condemned:
         return replace(state, is_ending=True, left=state.left | {gone.id}), []
