@@ -8,6 +8,8 @@
         the same at every (STRIDE-th) system call the kernel sees, through strace; also while it draws a fence
     python -m shoal.testing.checkpoint_writer failed FOLDER KEEP ERROR STRIDE
         the same, except that the call fails once, with this number of an error, and the process goes on
+    python -m shoal.testing.checkpoint_writer stopped FOLDER STRIDE
+        the same, except that the process is stopped there; generation 1 takes over and saves step 4; then it goes on
 
 What is printed is JSON, an object a line.
 """
@@ -22,6 +24,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -33,6 +37,7 @@ from shoal.checkpoint.store import FolderStore
 from shoal.testing.store_contract import make_state
 from shoal.testing.system_calls import FaultyOs
 
+KEEP_ALL = 9
 DISK_CALLS = ("close", "fsync", "getdents64", "mkdir", "openat", "rename", "rmdir", "statfs", "unlinkat", "write")
 
 
@@ -64,10 +69,10 @@ def inspect(folder: Path, generation: int, acknowledged: int) -> dict[str, objec
 
 
 def prepare(folder: Path, keep: int) -> None:
-    """As many checkpoints as are kept, the last of step 2, so that the next save also removes one."""
+    """As many checkpoints as are kept, but at most two, the last of step 2."""
     shutil.rmtree(folder, ignore_errors=True)
     store = FolderStore(folder, keep=keep)
-    for step in range(3 - keep, 3):
+    for step in range(max(1, 3 - keep), 3):
         store.save(make_state(step), wait=True)
 
 
@@ -82,8 +87,8 @@ def save_in_child(folder: Path, keep: int, generation: int, at: int = 0, go: int
         if go is not None:
             os.read(go, 1)
         else:
-            disk.os = FaultyOs(at=at, act=lambda name: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[assignment]
-        store = FolderStore(folder, keep=keep)
+            vars(disk)["os"] = FaultyOs(at=at, act=lambda name: os.kill(os.getpid(), signal.SIGKILL))
+        store = FolderStore(folder, keep=keep, generation=0)
         if generation:
             store.fence(generation)
         saving = store.save(make_state(3), wait=True)
@@ -97,8 +102,9 @@ def save_in_child(folder: Path, keep: int, generation: int, at: int = 0, go: int
 
 def finish(pid: int, told: int) -> tuple[str, bool]:
     """What the child said after its save and once more after closing the store, and whether it was killed."""
-    with open(told) as pipe:
-        said = pipe.read()
+    said = ""
+    while chunk := os.read(told, 9):
+        said += chunk.decode()
     _, status = os.waitpid(pid, 0)
     return said, os.WIFSIGNALED(status)
 
@@ -112,7 +118,9 @@ def killed(folder: Path, keep: int) -> None:
     """Die at every call the store makes."""
     for at in range(1, 1000):
         prepare(folder, keep)
-        said, was_killed = finish(*save_in_child(folder, keep, 0, at))
+        pid, told = save_in_child(folder, keep, 0, at)
+        said, was_killed = finish(pid, told)
+        os.close(told)
         tell({"at": at, "killed": was_killed, **inspect(folder, 0, acknowledged_by(said))})
         if not was_killed:
             return
@@ -137,6 +145,50 @@ def failed(folder: Path, keep: int, error: int, stride: int) -> None:
         tell({"call": call, "at": at, "said": said, **inspect(folder, 0, acknowledged_by(said))})
 
 
+def stopped(folder: Path, stride: int) -> None:
+    """Stop after every system call, let another generation take over, and go on.
+
+    Two threads may make the call with that number: the one is the first stop, the other the second.
+    """
+    for call, at in find_points(folder, KEEP_ALL, 0)[::stride]:
+        for turn in (0, 1):
+            prepare(folder, 2)
+            with traced_child(folder, KEEP_ALL, 0, f"--inject={call}:signal=STOP:when={at}") as (pid, told):
+                before = take_over_at(pid, turn, folder)
+                said = os.read(told, 9).decode()
+            if before is not None:
+                tell({"call": call, "at": at, "said": said, "before": before, **look_after(folder)})
+
+
+def take_over_at(pid: int, turn: int, folder: Path) -> int | None:
+    """Follow a child to its end; at its stop number `turn` take over. None if it did not stop so often."""
+    before, num_stops = None, 0
+    while os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1]):
+        if num_stops == turn:
+            before = take_over(folder)
+        num_stops += 1
+        os.kill(pid, signal.SIGCONT)
+    return before
+
+
+def take_over(folder: Path) -> int:
+    """Be the next generation: fence, save step 4; returns the step that a reader finds then."""
+    with FolderStore(folder, keep=KEEP_ALL) as store:
+        assert store.fence(1)
+        assert store.save(make_state(4), wait=True).is_durable
+        return store.load().state.step
+
+
+def look_after(folder: Path) -> dict[str, object]:
+    """What is there after the stopped one ended: the step a reader takes, and whether step 3 counts."""
+    store = FolderStore(folder)
+    return {
+        "loaded": store.load().state.step,
+        "counts": [not entry.problem for entry in store.list() if entry.step == 3],
+        "left": [name for name in os.listdir(folder) if name.startswith((".writing", ".removing"))],
+    }
+
+
 def find_points(folder: Path, keep: int, generation: int) -> list[tuple[str, int]]:
     """(system call, number) of all that a save makes. strace counts each call, and each thread, by itself."""
     prepare(folder, keep)
@@ -151,6 +203,13 @@ def find_points(folder: Path, keep: int, generation: int) -> list[tuple[str, int
 
 def trace(folder: Path, keep: int, generation: int, *options: str) -> tuple[str, bool]:
     """Save step 3 in a child under strace; returns what it said and whether it was killed."""
+    with traced_child(folder, keep, generation, *options) as (pid, told):
+        return finish(pid, told)
+
+
+@contextmanager
+def traced_child(folder: Path, keep: int, generation: int, *options: str) -> Iterator[tuple[int, int]]:
+    """A child that saves step 3 under strace: its pid, and where it says so. The caller waits for it."""
     wait, go = os.pipe()
     pid, told = save_in_child(folder, keep, generation, go=wait)
     tracer = subprocess.Popen(["strace", "-f", "-p", str(pid), *options], stderr=subprocess.PIPE, text=True)
@@ -158,22 +217,31 @@ def trace(folder: Path, keep: int, generation: int, *options: str) -> tuple[str,
     first = tracer.stderr.readline()
     if "attached" not in first:
         os.kill(pid, signal.SIGKILL)
-        finish(pid, told)
         tell({"cannot": first})
         sys.exit(0)
-    os.write(go, b"x")
-    found = finish(pid, told)
-    tracer.communicate()
-    os.close(wait)
-    os.close(go)
-    return found
+    try:
+        os.write(go, b"x")
+        yield pid, told
+    finally:
+        tracer.communicate()
+        for descriptor in (wait, go, told):
+            os.close(descriptor)
 
 
 def tell(found: dict[str, object]) -> None:
     print(json.dumps(found), flush=True)
 
 
+MODES: dict[str, Callable[..., None]] = {
+    "write": write,
+    "killed": killed,
+    "traced": traced,
+    "failed": failed,
+    "stopped": stopped,
+}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)  # no pool of threads, so that forking is safe
     mode, place, *numbers = sys.argv[1:]
-    {"write": write, "killed": killed, "traced": traced, "failed": failed}[mode](Path(place), *map(int, numbers))
+    MODES[mode](Path(place), *map(int, numbers))
