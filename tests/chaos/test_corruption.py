@@ -4,34 +4,26 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 
-from shoal.checkpoint.state import State, digest
+from shoal.checkpoint.state import digest
 from shoal.checkpoint.store import FolderStore
-from shoal.testing.corruption import DAMAGES, LIES, Damage, corrupt, forge, restore, snapshot
+from shoal.testing.corruption import DAMAGES, LIES, Damage, corrupt, forge, restore, sample_state, snapshot
 
 NEWER, OLDER = "step-000000002", "step-000000001"
-
-
-def make_state(step: int) -> State:
-    generator = torch.Generator().manual_seed(step)
-    tensors = {f"model/{name}": torch.randn(2500, generator=generator) for name in "abc"}
-    tensors["optimizer/a"] = torch.randn(40, generator=generator)
-    return State(step=step, tensors=tensors, facts={"position": step * 512, "milestones": (1, 2)})
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> FolderStore:
     store = FolderStore(tmp_path / "checkpoints", max_file_bytes=10_000)
     for step in (1, 2):
-        store.save(make_state(step), wait=True)
+        store.save(sample_state(step), wait=True)
     return store
 
 
 def assert_found(store: FolderStore, damage: Damage, seed: int) -> None:
     loaded = store.load()
     assert loaded.state.step == 1, (seed, damage)
-    assert digest(loaded.state.tensors) == digest(make_state(1).tensors)
+    assert digest(loaded.state.tensors) == digest(sample_state(1).tensors)
     (skipped,) = loaded.skipped
     assert skipped.path.name == NEWER
     assert skipped.reason.startswith(damage.files), (seed, damage, skipped.reason)

@@ -14,8 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from shoal.checkpoint.state import State
+
 PAGE = 4096
 MANIFEST = "manifest.json"
+
+
+def sample_state(step: int) -> State:
+    """A state of a few pages in which no two pages are alike, so that every damage changes something."""
+    generator = torch.Generator().manual_seed(step)
+    tensors = {f"model/{name}": torch.randn(2500, generator=generator) for name in "abc"}
+    tensors["optimizer/a"] = torch.randn(40, generator=generator)
+    return State(step=step, tensors=tensors, facts={"position": step * 512, "milestones": (1, 2)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
