@@ -25,6 +25,9 @@ TICK_SECONDS = 0.05
 SPARE_SECONDS = 1.0
 """How long after a change of the World a spare process is started: those who join come first."""
 
+FACTS_SECONDS = 0.3
+"""How long after a change run.json says how many there are: a disk may take its time."""
+
 MAX_LOST = 16
 """How many of those that were lost are remembered, to be told if the run fails in the end."""
 
@@ -63,12 +66,13 @@ class ElasticRun:
         self._known: set[str] = set()
         self._due = 0.0
         self._spare_due = 0.0 if has_spare else math.inf
+        self._facts_due = math.inf
 
     @property
     def num_workers(self) -> int:
-        """How many take part now."""
-        world = self._coordinator.world
-        return world.size if world is not None else len(self._engine.pids)
+        """How many take part now and live."""
+        world, pids = self._coordinator.world, self._engine.pids
+        return len(pids) if world is None else sum(pids.get(each.worker) == each.pid for each in world.members)
 
     def begin(self) -> None:
         """All workers have been started for the first time."""
@@ -108,9 +112,7 @@ class ElasticRun:
             self._due = now + TICK_SECONDS
             self._decisions += self._coordinator.ticked(now)
             self._end_failed()
-            if self._generation >= 0 and now > self._spare_due:
-                self._spare_due = now + SPARE_SECONDS
-                self._engine.keep_spare(self._hooks.spec_of(0, 0))
+            self._do_later(now)
         self._carry_out()
 
     def stop(self, reason: str) -> None:
@@ -181,6 +183,15 @@ class ElasticRun:
         self._write("worker_started", worker, {"pid": pid, "incarnation": incarnation})
         self._decisions += self._coordinator.started(worker, pid, time.monotonic())
 
+    def _do_later(self, now: float) -> None:
+        """What those who are waiting for a new World should not wait for."""
+        if now > self._facts_due:
+            self._facts_due = math.inf
+            self._hooks.changed(self.num_workers)
+        if self._generation >= 0 and now > self._spare_due:
+            self._spare_due = now + SPARE_SECONDS
+            self._engine.keep_spare(self._hooks.spec_of(0, 0))
+
     def _end_failed(self) -> None:
         """A worker that reported an error and does not end is held up by threads of its own."""
         for worker, event in self._errors.items():
@@ -190,10 +201,16 @@ class ElasticRun:
     def _note(self, note: Note) -> None:
         self._write(note.kind, note.rank, note.data)
         worker = -1 if note.rank is None else note.rank
-        num_workers = self.num_workers if self._coordinator.world is not None else None
-        text = tell(note, num_workers, self._ends.get(worker, "gone"), self._incarnations.get(worker, 0))
+        is_back = self._incarnations.get(worker, 0) > 0
+        text = tell(note, self.num_workers, f"({self._ends.get(worker, 'gone')}){self._what_then()}", is_back=is_back)
         if text and not (note.kind == "worker_joined" and note.data.get("id") in self._known):
             self._hooks.show(text)
+
+    def _what_then(self) -> str:
+        if self._coordinator.world is None:
+            return "; starting it again"
+        is_enough = self.num_workers >= self.min_workers
+        return f"; going on with {_workers(self.num_workers)}" if is_enough else ""
 
     def _write(self, kind: str, worker: int | None, data: Mapping[str, Any]) -> None:
         world = self._coordinator.world
@@ -206,7 +223,7 @@ class ElasticRun:
             self._generation = world.generation
             self._spare_due = max(self._spare_due, time.monotonic() + SPARE_SECONDS)
             self._known.update(world.ids)
-            self._hooks.changed(world.size)
+            self._facts_due = time.monotonic() + FACTS_SECONDS
 
 
 def _how(end: WorkerExit, error: Event | None) -> str:
@@ -232,20 +249,17 @@ def _as_failure(decision: Fail) -> Failure:
     )
 
 
-def tell(note: Note, num_workers: int | None, how: str, incarnation: int) -> str:
+def tell(note: Note, num_workers: int, how: str, *, is_back: bool) -> str:
     """What people are told about a change, in a line; nothing where it is not worth one.
 
-    `num_workers` is how many take part now, None before the first World.
+    `how` is how a worker that was lost ended, and what is done about it.
     """
     data, rank = note.data, note.rank
-    workers = f"{num_workers} worker{'s' * (num_workers != 1)}"
     match note.kind:
         case "worker_lost":
-            return f"lost rank {rank} ({how}); " + (
-                f"going on with {workers}" if num_workers else "starting it again"
-            )
+            return f"lost rank {rank} {how}"
         case "worker_joined":
-            return f"rank {rank} {'is back' if incarnation else 'has joined'}; {workers}"
+            return f"rank {rank} {'is back' if is_back else 'has joined'}; {_workers(num_workers)}"
         case "worker_frozen":
             return f"rank {rank} is frozen: no sign of life for {data.get('silent_seconds', 0.0):.1f} s; killing it"
         case "worker_hung":
@@ -253,3 +267,7 @@ def tell(note: Note, num_workers: int | None, how: str, incarnation: int) -> str
         case "waiting_for_workers":
             return f"{data.get('present')} left and {data.get('min_workers')} needed; waiting for replacements"
     return ""
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker{'s' * (count != 1)}"

@@ -108,6 +108,23 @@ def test_a_killed_worker_is_replaced_and_the_others_go_on(run: Run) -> None:
     assert re.findall(r"world (\d+)", log) == ["0", "2"]
 
 
+def test_with_too_few_left_they_wait(box: Box) -> None:
+    run = Run(box, "3:3")
+    try:
+        run.wait_for_members("0.0", "1.0", "2.0")
+        os.kill(run.pid(0), signal.SIGKILL)
+        run.wait_for_members("1.0", "2.0", "0.1")
+        _, told = run.finish()
+        assert told.splitlines() == [
+            "shoal: lost rank 0 (killed by SIGKILL)",
+            "shoal: 2 left and 3 needed; waiting for replacements",
+            "shoal: rank 0 is back; 3 workers",
+        ]
+        assert [event["data"]["present"] for event in run.events("waiting_for_workers")] == [2]
+    finally:
+        run.end()
+
+
 def test_survivors_know_soon(run: Run) -> None:
     os.kill(run.pid(2), signal.SIGKILL)
     killed = time.time()
@@ -258,6 +275,7 @@ def test_resize_down_and_up(run: Run) -> None:
     assert done.stdout == "r: 3 -> 2 workers; those with the highest numbers leave after the step they are in\n"
     run.wait_for_members("0.0", "1.0")
     run.box.wait_for(lambda: any(event["rank"] == 2 for event in run.events("worker_exited")))
+    run.box.wait_for(lambda: run.facts()["num_workers"] == 2)
     assert run.box.run("ps").stdout.splitlines()[1].split()[:5] == ["r", "running", "2", "of", "2:3"]
     grown = run.box.run("resize", "r", "-n", "3", "--json")
     assert json.loads(grown.stdout) == {"run": "r", "num_workers": 3, "before": 2}

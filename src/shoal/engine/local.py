@@ -93,6 +93,7 @@ class LocalEngine:
         self._exits: list[WorkerExit] = []
         self._guard: subprocess.Popen[bytes] | None = None
         self._spare: Spare | None = None
+        self._is_input_taken = False
 
     def start(self, workers: Sequence[WorkerSpec]) -> None:
         others = list(self._running)
@@ -214,12 +215,13 @@ class LocalEngine:
         _enlarge(output_end)
         if self._spare is not None and self._spare.fits(spec) and spec.rank not in self._inherit_fds:
             spare, self._spare = self._spare, None
-            # Input is for those who were there from the start; a replacement could only read the rest of it.
             with open(os.devnull, "rb") as nothing:
                 process = spare.become(spec, (nothing.fileno(), output_end, control_end, world_end))
             if process is not None:
                 return process
-        has_input = spec.rank == 0 and self._stdin_fd is not None
+        # A replacement could only read what is left of the input.
+        has_input = spec.rank == 0 and self._stdin_fd is not None and not self._is_input_taken
+        self._is_input_taken |= has_input
         numbers = {CONTROL_FD: str(control_end), WORLD_FD: str(world_end)}
         passed = (control_end, world_end) if world_end >= 0 else (control_end,)
         return subprocess.Popen(
