@@ -73,8 +73,8 @@ class Simulation:
         return self
 
     def is_paused(self) -> bool:
-        """One worker is left, and somebody stopped it: nobody could do anything better than wait."""
-        return len(self.workers) == 1 and all(p.frozen_until > self.now for p in self.workers.values())
+        """Somebody stopped everyone who is left: nobody could do anything better than wait."""
+        return all(process.frozen_until > self.now for process in self.workers.values())
 
     def is_over(self) -> bool:
         return self.failure is not None or (self.coordinator.is_over and not self.starting)

@@ -154,7 +154,7 @@ class Worker:
         self.voted, self.pending = self.state.turn, None
         self.call = call_of(self.state.turn + 1)
         self.generation = world.generation
-        if self.rank == 0 and world.is_fresh:  # calls that a checkpoint has behind it
+        if world.is_fresh:  # calls that a checkpoint has behind it
             for call in range(self.call):
                 self.say("called", trainer=0, call=call, name="fit", result=None)
         self.end_if_done()
@@ -260,7 +260,9 @@ class Worker:
         """Take the turn whose sum is held."""
         turn, generation = self.pending
         self.sim.check(turn == self.state.turn + 1, f"{self.id} applies {turn} after {self.state.turn}")
-        self.sim.check(min(self.sim.memories[generation].cast) >= turn, f"{self.id} applies {turn}: votes are missing")
+        self.sim.check(
+            min(self.sim.memories[generation].cast) >= turn, f"{self.id} applies {turn}: votes are missing"
+        )
         self.state = self.state.after(generation)
         self.pending = None
         self.sim.applied(self, self.state)

@@ -14,6 +14,8 @@ SILENCE_FLOOR, SILENCE_UNKNOWN = 1.25, 8.0
 HUNG_SECONDS, HUNG_STEPS = 10.0, 5.0
 FRESH_SECONDS = 1.0
 """A `waiting` is repeated four times a second while it lasts; one that is older has ended."""
+FIRST_SECONDS = 3.0
+"""What a worker says to have waited before it first complained is believed up to this."""
 STRIDE_SECONDS = 0.3
 """Whoever lets more time pass between two looks was kept from running."""
 
@@ -91,9 +93,15 @@ class Detector:
         self.gaps.add(BEAT_SECONDS + seconds, now)
 
     def waiting(self, member: str, peers: Collection[str], seconds: float, now: float) -> None:
-        """`member` has been waiting for `peers` for so long, and still does."""
-        known = self.heard.setdefault(member, Heard(beat_at=now))
-        known.waits_for, known.waits_since, known.said_at = frozenset(peers), now - seconds, now
+        """`member` has been waiting for `peers` for so long, by its own clock, and still does.
+
+        Waits are told early and often, so what counts is how long we have heard of it: where everything stood still
+        for a minute, everyone has waited for a minute.
+        """
+        known, awaited = self.heard.setdefault(member, Heard(beat_at=now)), frozenset(peers)
+        goes_on = now - known.said_at <= FRESH_SECONDS and awaited <= known.waits_for
+        earliest = known.waits_since if goes_on else now - FIRST_SECONDS
+        known.waits_for, known.waits_since, known.said_at = awaited, max(earliest, now - seconds), now
 
     def forget(self, member: str) -> None:
         self.heard.pop(member, None)
