@@ -1,0 +1,98 @@
+"""A disk that fills up, or breaks, under `shoal run`: training goes on, people are told, saving resumes by itself."""
+
+import threading
+import time
+from pathlib import Path
+from typing import IO
+
+from launching import SHOAL, Box, box
+
+from shoal.checkpoint.store import FolderStore
+from shoal.testing.rigs import failing_syscalls, needs, small_disk
+
+__all__ = ["box"]
+
+SCRIPT = """
+    import sys, time, torch, shoal
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 2000), nn.Linear(2000, 2))
+    inputs, targets = torch.randn(64, 4), torch.randint(0, 2, (64,))
+
+    def loss(model, batch):
+        time.sleep(0.02)
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(inputs, targets)
+    trainer = shoal.Trainer(model, loss, optimizer, data, batch_size=16, checkpoint_every=5)
+    trainer.fit(steps=int(sys.argv[1]))
+    print("trained", trainer.place.step, flush=True)
+"""
+
+
+class Output:
+    """The lines of a stream, with the moment each was read."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self.lines: list[tuple[float, str]] = []
+        self._thread = threading.Thread(target=self._read, args=(stream,), daemon=True)
+        self._thread.start()
+
+    def _read(self, stream: IO[str]) -> None:
+        for line in stream:
+            self.lines.append((time.monotonic(), line))
+
+    def find(self, text: str) -> float | None:
+        return next((when for when, line in self.lines if text in line), None)
+
+    @property
+    def text(self) -> str:
+        self._thread.join(10)
+        return "".join(line for _, line in self.lines)
+
+
+def newest_step(folder: Path) -> int:
+    return max((entry.step for entry in FolderStore(folder).list() if not entry.problem), default=0)
+
+
+@needs("root", "mount", "mounting")
+def test_a_disk_that_fills_up_and_is_well_again(box: Box):
+    script = box.write("train.py", SCRIPT)
+    with small_disk(8) as disk:
+        run = disk.path / "run"
+        with box.start("run", "-n", "2", "--log-dir", str(run), str(script), "300", stderr=-2) as job:
+            output = Output(job.stdout)
+            try:
+                box.wait_for(lambda: newest_step(run / "checkpoints") >= 5, 60)
+                disk.fill()
+                full, whole = time.monotonic(), newest_step(run / "checkpoints")
+                told = box.wait_for(lambda: output.find("could not be saved"), 20)
+                # A save comes every fifth step, each of 20 ms or more; all of that is part of the 2 s.
+                assert told - full < 2.0 + 1.5
+                assert newest_step(run / "checkpoints") >= whole
+                assert job.poll() is None
+                disk.free()
+                box.wait_for(lambda: newest_step(run / "checkpoints") > whole, 20)
+                box.wait_for(lambda: output.find("was saved"), 20)
+                assert job.wait(60) == 0, output.text
+            finally:
+                job.kill()
+        assert "trained 300" in output.text
+        assert FolderStore(run / "checkpoints").load().state.step == 300
+
+
+@needs("strace")
+def test_a_disk_that_reports_errors_at_every_save(box: Box):
+    """The last fsync of every save fails. The run ends, says what is missing, and counts as failed."""
+    script, run = box.write("train.py", SCRIPT), box.folder / "run"
+    command = [*SHOAL, "run", "--log-dir", str(run), str(script), "12"]
+    done = box.execute(*failing_syscalls(command, "fsync:error=EIO", paths=[str(run / "checkpoints")]), timeout=60)
+    said = done.stdout + done.stderr
+    assert "trained 12" in said
+    assert "could not be saved" in said
+    assert "EIO" in said
+    assert "--log-dir" in said
+    assert done.returncode == 2, said
+    assert not any(path.name.startswith("step-") for path in (run / "checkpoints").iterdir())
