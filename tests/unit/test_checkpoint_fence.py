@@ -134,6 +134,15 @@ def test_a_fence_waits_for_nobody(tmp_path: Path):
     assert_same(FolderStore(tmp_path).load().state, make_state(1))
 
 
+def test_a_fence_can_be_drawn_in_the_background(tmp_path: Path):
+    store = FolderStore(tmp_path)
+    store.fence(1, wait=False)
+    assert store.save(make_state(1), wait=True).path == tmp_path / "step-000000001-g1"
+    late = FolderStore(tmp_path, generation=0)
+    late.fence(0, wait=False)
+    assert isinstance(late.save(make_state(2), wait=True).error, Stale)
+
+
 def test_one_who_was_fenced_out_holds_up_nobody(tmp_path: Path):
     with disk.locked(tmp_path / disk.LOCK, 0.0):
         store = FolderStore(tmp_path)

@@ -87,21 +87,29 @@ class FolderStore:
             saving.wait()
         return saving
 
-    def fence(self, generation: int) -> bool:
+    def fence(self, generation: int, *, wait: bool = True) -> bool:
         """Belong to `generation` from now on, and let no older one commit here any more. True if that is durable now.
 
         Called by the one who saves for a new World, with a number that grows for the life of the folder (also when a
         run is resumed: `fence.newest_generation` tells the last). Never waits for a save under way: that is finished
-        first, in the background. A disk that refuses is told as `fence_failed`. Either way no save of the new
-        generation counts before its fence does. Raises `Stale` if a newer generation was there first.
+        first. Without `wait` it does not wait for the disk either. A disk that refuses is told as `fence_failed`. In
+        every case no save of the new generation counts before its fence does. Raises `Stale` if a newer generation
+        was there first; without `wait` the next save tells that.
         """
         self._wanted = generation
+        if not wait:
+            threading.Thread(target=self._draw_soon, name="shoal-fence").start()
+            return False
         if not self._trying.acquire(blocking=False):
             return False
         try:
             return self._move_on()
         finally:
             self._trying.release()
+
+    def _draw_soon(self) -> None:
+        with self._trying, suppress(fences.Stale):
+            self._move_on()
 
     def load(self, step: int | None = None) -> Loaded:
         """The state saved last, or at `step`, that proves whole; says which were skipped and why.
