@@ -41,5 +41,13 @@ class Memory:
 
     def late(self, turn: int, what: str, rank: int) -> list[str]:
         """Ids of those who are not there yet."""
-        values = {"post": [post[0] for post in self.posts], "vote": self.seen[rank], "update": self.updated}[what]
+        values = self._values(what, rank)
         return [member.id for member, value in zip(self.world.members, values, strict=True) if value < turn]
+
+    def is_there(self, turn: int, what: str, rank: int) -> bool:
+        return min(self._values(what, rank)) >= turn
+
+    def _values(self, what: str, rank: int) -> list[int]:
+        if what == "post":
+            return [post[0] for post in self.posts]
+        return self.seen[rank] if what == "vote" else self.updated

@@ -43,6 +43,7 @@ class Simulation:
         self.finished: list[State] = []
         self.trace: list[Any] = []
         self.failure: Fail | None = None
+        self.is_over = False
         self.notes: list[Note] = []
 
     # Time.
@@ -63,7 +64,7 @@ class Simulation:
             self.at(when, getattr(self, act), *args)
         self.at(0.1, self.tick)
         heap = self.heap
-        while heap and not self.is_over():
+        while heap and not self.is_over:
             self.now, _, act, args = heapq.heappop(heap)
             if self.now > LONGEST_SECONDS:
                 self.check(self.is_paused(), "the run does not end")
@@ -75,9 +76,6 @@ class Simulation:
     def is_paused(self) -> bool:
         """Somebody stopped everyone who is left: nobody could do anything better than wait."""
         return all(process.frozen_until > self.now for process in self.workers.values())
-
-    def is_over(self) -> bool:
-        return self.failure is not None or (self.coordinator.is_over and not self.starting)
 
     # Processes.
 
@@ -160,6 +158,7 @@ class Simulation:
             self.drain(process)
         del self.workers[process.number]
         self.coordinate(self.coordinator.exited, process.number, code, is_retryable=code > 0)
+        self.is_over |= self.coordinator.is_over and not self.starting
 
     def drain(self, process: Worker) -> None:
         """Deliver what is still in the pipe, in order."""
@@ -283,7 +282,7 @@ class Simulation:
             process = self.workers[decision.worker]
             self.at(max(self.now, process.cut_until) + self.delay(0.01), self.die, process, -9)
         elif isinstance(decision, Fail):
-            self.failure = decision
+            self.failure, self.is_over = decision, True
         else:
             self.notes.append(decision)
 

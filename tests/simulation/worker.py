@@ -46,6 +46,7 @@ class Worker:
         self.call = 0
         self.generation = -1
         self.memory: Memory | None = None
+        self.rank = -1
         self.is_standing = False
         self.waits_for: tuple[str, int] | None = None
         self.waits_since = 0.0
@@ -121,11 +122,6 @@ class Worker:
             else:
                 yield None
 
-    @property
-    def rank(self) -> int:
-        assert self.memory is not None
-        return self.memory.world.rank_of(self.id)
-
     def look(self) -> None:
         """Whoever waits looks whether there is a newer World."""
         if self.newest is not self.world:
@@ -148,7 +144,7 @@ class Worker:
         values = self.gathered[world.generation]
         reports = [commit.Report(committed=value["committed"], voted=value["voted"]) for value in values]
         yield from self.settle(world, commit.outcome_of(reports), max(value["call"] for value in values))
-        self.memory = self.sim.memory_of(world)
+        self.memory, self.rank = self.sim.memory_of(world), world.rank_of(self.id)
         self.sim.entered(self, world)
         self.is_standing = False
         self.voted, self.pending = self.state.turn, None
@@ -246,7 +242,7 @@ class Worker:
 
     def wait(self, what: str, turn: int) -> Moves:
         began = self.sim.now
-        while self.memory.late(turn, what, self.rank):
+        while not self.memory.is_there(turn, what, self.rank):
             yield from self.wait_once(what, turn)
         self.patience.waited(self.sim.now - began, self.sim.now)
 

@@ -49,8 +49,14 @@ def test_a_frozen_member_is_found_within_two_seconds(step_seconds):
 
 
 def overloaded_gap(source: random.Random) -> float:
-    """A gap between beats on a host with twice as much to do as it can: mostly late, at times very late."""
-    return BEAT_SECONDS + min(source.paretovariate(1.6) * 0.02, 4.0) * source.random()
+    """A gap between beats on a loaded host, with a longer tail than was measured.
+
+    Four computing processes on two cores with a load of ten: median 0.27 s, p99 0.41 s, longest of 564 0.49 s.
+    """
+    draw = source.random()
+    if draw < 0.001:
+        return BEAT_SECONDS + source.uniform(0.3, 0.9)
+    return BEAT_SECONDS + source.expovariate(1 / (0.2 if draw < 0.02 else 0.05))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -130,7 +136,7 @@ def test_one_who_waits_itself_is_not_to_blame():
 
 def test_of_those_who_wait_for_each_other_the_most_awaited_goes():
     detector, now = warmed_up(0.1)
-    at = complain(detector, now, {**dict.fromkeys(MEMBERS[:3], ["3.0"]), "3.0": MEMBERS[:3]})
+    at = complain(detector, now, {**{member: ["3.0"] for member in MEMBERS[:3]}, "3.0": MEMBERS[:3]})
     assert [suspect.id for suspect in detector.suspects(MEMBERS, {}, at)] == ["3.0"]
 
 
