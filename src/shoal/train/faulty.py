@@ -162,9 +162,10 @@ class FaultPlan:
         os.kill(launcher, signal.SIGKILL)
 
     def _freeze(self, fault: Fault) -> None:
-        # Somebody else has to wake us up; it does not inherit our pipes, and ends if we are killed meanwhile.
+        # Somebody else has to wake us up. It holds none of our pipes: if we are killed, others must see them end.
         command = [sys.executable, "-I", "-S", "-c", _FREEZER, str(os.getpid()), str(fault.seconds or 0)]
-        subprocess.run(command, check=False)
+        nowhere = subprocess.DEVNULL
+        subprocess.run(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, check=False)
 
     def _hang(self, fault: Fault) -> None:
         until = math.inf if fault.seconds is None else time.monotonic() + fault.seconds
