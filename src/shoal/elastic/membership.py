@@ -201,6 +201,8 @@ def exited(state: Membership, worker: int, code: int, now: float, *, is_retryabl
     """The process is gone and reaped. Who was lost is replaced; who left, or was let go, is not."""
     gone = state.processes[worker]
     state = replace(state, processes=without(state.processes, worker))
+    if state.is_failed:
+        return state, []
     if gone.phase is Phase.LEAVING or (gone.phase is not Phase.MEMBER and worker >= state.num_wanted):
         return state, []
     if code == 0 and not gone.is_condemned:
