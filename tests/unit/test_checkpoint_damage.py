@@ -159,7 +159,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "a shape is negative": (forge_tensor(shape=[-2048]), MANIFEST, "shape"),
     "a shape is absurd": (forge_tensor(shape=[1 << 47] * 60), MANIFEST, "its tensors need"),
     "a shape is text": (forge_tensor(shape="2048"), MANIFEST, "shape"),
-    "a file claims more than any memory": (claim_a_petabyte, "", "bytes of memory"),
+    "a file claims more than any memory": (claim_a_petabyte, MANIFEST, "bytes of memory"),
 }
 
 

@@ -63,7 +63,7 @@ def read_dcp(folder: Path) -> dict[str, torch.Tensor]:
     """
     tensors = _decode(disk.read_small(folder / METADATA, MAX_METADATA_BYTES))
     chosen = pick_model({name: item.path for name, item in tensors.items()})
-    check_memory(sum(_num_bytes(tensors[name]) for name in chosen))
+    check_memory(sum(_num_bytes(tensors[name]) for name in chosen), METADATA)
     return {short: _read_tensor(folder, tensors[name]) for name, short in chosen.items()}
 
 

@@ -183,7 +183,7 @@ def read_state(path: Path, part: str = "") -> State:
     found = read_manifest(path)
     prefix = f"{part}/" if part else ""
     files = [file for file in found.files if any(entry.name.startswith(prefix) for entry in file.tensors)]
-    check_memory(sum(file.size for file in files))
+    check_memory(sum(file.size for file in files), manifests.NAME)
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
         tensors.update(_read_tensors(path, file))
@@ -195,11 +195,14 @@ def read_state(path: Path, part: str = "") -> State:
     return State(step=found.step, tensors=kept, facts=known)
 
 
-def check_memory(num_bytes: int) -> None:
-    """A sparse file can claim to be larger than any memory; asking for that much could end the process."""
+def check_memory(num_bytes: int, name: str) -> None:
+    """A sparse file can claim to be larger than any memory; asking for that much could end the process.
+
+    `name` is the file that says what the others hold.
+    """
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if num_bytes > available:
-        raise Damaged(f"its files need {num_bytes:,} bytes of memory; this machine has {available:,}")
+        raise Damaged(f"{name}: its files need {num_bytes:,} bytes of memory; this machine has {available:,}")
 
 
 def _read_tensors(path: Path, file: FileEntry) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.checkpoint.fence import Stale
 from shoal.checkpoint.state import State, digest
 from shoal.checkpoint.store import Store
 from shoal.spec.errors import UserError
@@ -128,6 +129,27 @@ class StoreContract:
         assert entry.problem == ""
         assert entry.num_bytes > 0
         assert store.verify(1) == entry
+
+    def test_who_was_left_behind_cannot_save(self, open_store: OpenStore) -> None:
+        old = open_store()
+        old.save(make_state(1), wait=True)
+        new = open_store()
+        assert new.fence(1)
+        refused = old.save(make_state(2), wait=True)
+        assert not refused.is_durable
+        assert isinstance(refused.error, Stale)
+        assert_same(new.load().state, make_state(1))
+        assert new.save(make_state(3), wait=True).is_durable
+        assert_same(open_store().load().state, make_state(3))
+        with pytest.raises(Stale):
+            old.fence(0)
+
+    def test_one_goes_on_through_generations(self, open_store: OpenStore) -> None:
+        store = open_store()
+        for generation in (1, 2, 7):
+            assert store.fence(generation)
+            assert store.save(make_state(generation), wait=True).is_durable
+        assert [entry.step for entry in store.list()] == [7, 2]
 
     @pytest.mark.parametrize("step", [-1, True, 1.5])
     def test_a_step_that_is_none_is_refused(self, open_store: OpenStore, step: Any) -> None:
