@@ -76,10 +76,14 @@ def measure(hosts: rigs.Hosts, num_bytes: int) -> tuple[float, float]:
     assert server.stdout is not None
     with server.stdout:
         assert server.stdout.readline() == b"listening\n"
+    return transfer(hosts, num_bytes)
+
+
+def transfer(hosts: rigs.Hosts, num_bytes: int) -> tuple[float, float]:
     command = [PYTHON, "-c", CLIENT, hosts.address(1), str(num_bytes)]
     done = hosts.run(0, command, capture_output=True, check=True, timeout=30)
-    there_and_back, transfer = json.loads(done.stdout)
-    return there_and_back, transfer
+    there_and_back, seconds = json.loads(done.stdout)
+    return there_and_back, seconds
 
 
 @needs_network
@@ -100,9 +104,7 @@ def test_a_slow_link():
         _, seconds = measure(hosts, 2_000_000)  # 0.4 s at 40 Mbit
         assert 0.3 < seconds < 1.5
         hosts.shape(0)
-        started = time.monotonic()
-        hosts.run(0, [PYTHON, "-c", CLIENT, hosts.address(1), "2000000"], capture_output=True, check=True)
-        assert time.monotonic() - started < 0.4
+        assert transfer(hosts, 2_000_000)[1] < 0.3
 
 
 @needs_delay
@@ -274,7 +276,7 @@ def test_few_cores():
     )
     with rigs.cpu_limit(0.25) as group:
         done = group.run([PYTHON, "-c", code], capture_output=True, text=True, check=True)
-    assert 0.1 < float(done.stdout) < 0.35
+    assert 0.02 < float(done.stdout) < 0.35
 
 
 TICK = "import time\nwhile True: print('tick', flush=True); time.sleep(0.01)"
