@@ -39,14 +39,18 @@ def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
     crashes = {
         f"keep={keep}{', with a fence' * fenced}": crash(keep, fenced, stride) for keep in (1, 2) for fenced in (0, 1)
     }
-    stops = stop(stride)
+    stops = {"woken after the fence": stop(stride, 0), "woken after the next save": stop(stride, 1)}
     damages = {"shoal": corrupt_ours(num_corruptions), "PyTorch DCP": corrupt_theirs(num_corruptions)}
-    lost = images[0]["lost"] + sum(row["lost"] for row in crashes.values()) + stops["wrong"]
+    lost = (
+        images[0]["lost"] + sum(row["lost"] for row in crashes.values()) + sum(row["wrong"] for row in stops.values())
+    )
     return {
         "rows": images,
         "more": {
             "killed at every system call of one save": [{"save": name, **row} for name, row in crashes.items()],
-            "stopped after every system call of one save, another generation takes over, woken": [stops],
+            "stopped after every system call of one save; another generation takes over": [
+                {"then": name, **row} for name, row in stops.items()
+            ],
             "random damage, one file or two": [{"format": name, **row} for name, row in damages.items()],
         },
         "checks": [
@@ -117,10 +121,12 @@ def crash(keep: int, is_fenced: int, stride: int) -> dict[str, Any]:
     return {"points": len(found), "killed": sum(item["killed"] for item in found), "lost": len(lost)}
 
 
-def stop(stride: int) -> dict[str, Any]:
-    found = run_writer("stopped", stride)
+def stop(stride: int, saves: int) -> dict[str, Any]:
+    found = run_writer("stopped", stride, saves)
     right = [("00", []), ("33", [True])]
-    wrong = [item for item in found if item["loaded"] != 4 or (item["said"], item["counts"]) not in right]
+    wrong = [
+        item for item in found if item["loaded"] != item["before"] or (item["said"], item["counts"]) not in right
+    ]
     return {"points": len(found), "refused": sum(item["said"] == "00" for item in found), "wrong": len(wrong)}
 
 

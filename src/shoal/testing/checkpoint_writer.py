@@ -8,8 +8,9 @@
         the same at every (STRIDE-th) system call the kernel sees, through strace; also while it draws a fence
     python -m shoal.testing.checkpoint_writer failed FOLDER KEEP ERROR STRIDE
         the same, except that the call fails once, with this number of an error, and the process goes on
-    python -m shoal.testing.checkpoint_writer stopped FOLDER STRIDE
-        the same, except that the process is stopped there; generation 1 takes over and saves step 4; then it goes on
+    python -m shoal.testing.checkpoint_writer stopped FOLDER STRIDE SAVES
+        the same, except that the process is stopped there; generation 1 takes over; then it goes on. SAVES is 1 if
+        generation 1 saves step 4 before that (and thereby clears what the other has half written), else 0
 
 What is printed is JSON, an object a line.
 """
@@ -145,7 +146,7 @@ def failed(folder: Path, keep: int, error: int, stride: int) -> None:
         tell({"call": call, "at": at, "said": said, **inspect(folder, 0, acknowledged_by(said))})
 
 
-def stopped(folder: Path, stride: int) -> None:
+def stopped(folder: Path, stride: int, saves: int) -> None:
     """Stop after every system call, let another generation take over, and go on.
 
     Two threads may make the call with that number: the one is the first stop, the other the second.
@@ -154,28 +155,28 @@ def stopped(folder: Path, stride: int) -> None:
         for turn in (0, 1):
             prepare(folder, 2)
             with traced_child(folder, KEEP_ALL, 0, f"--inject={call}:signal=STOP:when={at}") as (pid, told):
-                before = take_over_at(pid, turn, folder)
+                before = take_over_at(pid, turn, folder, bool(saves))
                 said = os.read(told, 9).decode()
             if before is not None:
                 tell({"call": call, "at": at, "said": said, "before": before, **look_after(folder)})
 
 
-def take_over_at(pid: int, turn: int, folder: Path) -> int | None:
+def take_over_at(pid: int, turn: int, folder: Path, saves: bool) -> int | None:
     """Follow a child to its end; at its stop number `turn` take over. None if it did not stop so often."""
     before, num_stops = None, 0
     while os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1]):
         if num_stops == turn:
-            before = take_over(folder)
+            before = take_over(folder, saves)
         num_stops += 1
         os.kill(pid, signal.SIGCONT)
     return before
 
 
-def take_over(folder: Path) -> int:
-    """Be the next generation: fence, save step 4; returns the step that a reader finds then."""
+def take_over(folder: Path, saves: bool) -> int:
+    """Be the next generation: fence, and save step 4 if asked to; returns the step that a reader finds then."""
     with FolderStore(folder, keep=KEEP_ALL) as store:
         assert store.fence(1)
-        assert store.save(make_state(4), wait=True).is_durable
+        assert not saves or store.save(make_state(4), wait=True).is_durable
         return store.load().state.step
 
 
