@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from launching import Box, box
 
+from shoal.engine.requests import ask
+
 __all__ = ["box"]
 
 TOY = Path(__file__).parent / "toy_member.py"
@@ -106,6 +108,19 @@ def test_a_killed_worker_is_replaced_and_the_others_go_on(run: Run) -> None:
     # One log for both of them.
     log = (run.folder / "logs" / "1.log").read_text()
     assert re.findall(r"world (\d+)", log) == ["0", "2"]
+
+
+def test_many_losses_leave_nothing_behind(run: Run) -> None:
+    descriptors = Path("/proc", str(run.launcher.pid), "fd")
+    before = len(list(descriptors.iterdir()))
+    for number in range(12):
+        ask(str(run.folder), {"verb": "kill", "rank": number % 3, "signal": "KILL"})
+        run.box.wait_for(lambda number=number: len(run.events("worker_joined")) > number, 10)
+        time.sleep(0.1)  # steps are made
+    run.box.wait_for(lambda: len(list(descriptors.iterdir())) == before, 5)
+    run.finish()
+    assert run.launcher.returncode == 0
+    assert len(run.events("worker_lost")) == 12
 
 
 def test_with_too_few_left_they_wait(box: Box) -> None:

@@ -85,11 +85,12 @@ class Member:
         if ID not in ids:
             sys.exit(0)
         self.peers = [peer for peer in ids if peer != ID]
-        self.send("gather", generation=self.generation, trainer=0, key="enter", value=WORKER)
+        self.send("gather", generation=self.generation, trainer=0, key="enter", value=[WORKER, self.step])
 
     def on_gathered(self, message):
         if message["generation"] == self.generation:
-            print(f"gathered {message['values']}", flush=True)
+            print(f"gathered {[worker for worker, _ in message['values']]}", flush=True)
+            self.step = max(step for _, step in message["values"])
             self.is_stepping = True
 
     def on_hold(self, message):
