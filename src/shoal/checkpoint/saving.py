@@ -33,7 +33,7 @@ class Retries:
         due = time.monotonic() + PAUSES[min(self._num_pauses, len(PAUSES) - 1)]
         self._num_pauses += 1
         while time.monotonic() < due and not self._is_last and not self._is_over:
-            self._asked.wait(_LOOK_SECONDS)
+            self._asked.wait(min(_LOOK_SECONDS, max(0.0, due - time.monotonic())))
             self._is_last = self._is_last or not threading.main_thread().is_alive()
         return not self._is_over
 
