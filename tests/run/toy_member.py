@@ -4,6 +4,7 @@ It makes a step every 10 ms while it is in a World. Files in the working folder 
 `raise-N` and `retry-N` for worker N, and `grace` to keep a note when it is asked to end.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -28,7 +29,8 @@ class Member:
 
     def send(self, kind, **data):
         event = {"kind": kind, "time": time.time(), "rank": WORKER, "step": self.step, "data": data}
-        os.write(CONTROL, json.dumps(event).encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # pipes of a dead launcher end before the signal about it comes
+            os.write(CONTROL, json.dumps(event).encode() + b"\n")
 
     def run(self):
         self.beat()
@@ -72,6 +74,8 @@ class Member:
         data = os.read(WORLD, 65536)
         if not data:
             self.note("orphaned")
+            if os.path.exists("grace"):
+                time.sleep(5)  # the signal comes now
             sys.exit(3)
         *lines, self.rest = (self.rest + data).split(b"\n")
         for line in lines:
@@ -112,7 +116,8 @@ if __name__ == "__main__":
     member = Member()
 
     def save(*_):
-        time.sleep(0.8)  # a checkpoint takes a while
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the kernel sends one, the guard another
+        time.sleep(0.6)  # a checkpoint takes a while
         member.note("saved")
         sys.exit(0)
 
