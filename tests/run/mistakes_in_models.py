@@ -79,28 +79,36 @@ LOSSES = [
     ),
     Mistake(
         did="the loss becomes nan",
-        act=lambda: fit(loss=after(3, lambda mean: mean * float("nan"))),
+        act=lambda: fit(loss=after(3, lambda mean: mean * float("nan")), not_finite="error"),
         error="The loss is nan for samples 39, 1, 21, 12 and 6 more (rank 0, shard 0).",
         do="lower the learning rate",
         step=2,
     ),
     Mistake(
+        did="the loss is nan three times in a row",
+        act=lambda: fit(loss=after(3, lambda mean: mean * float("nan")), steps=8),
+        error="The loss is nan for samples",
+        do="lower the learning rate",
+    ),
+    Mistake(
         did="the loss becomes infinite",
-        act=lambda: fit(loss=after(2, lambda mean: mean / 0), microbatch_size=5),
+        act=lambda: fit(loss=after(2, lambda mean: mean / 0), microbatch_size=5, not_finite="error"),
         error="The loss is inf for samples 3, 4, 25, 33 and 1 more (rank 0, shard 5).",
         do="lower the learning rate",
         step=0,
     ),
     Mistake(
         did="a sample holds nan",
-        act=lambda: fit(data=(INPUTS.clone().index_fill_(0, torch.tensor([17]), torch.nan), TARGETS), steps=4),
+        act=lambda: fit(
+            data=(INPUTS.clone().index_fill_(0, torch.tensor([17]), torch.nan), TARGETS), steps=4, not_finite="error"
+        ),
         error="The loss is nan for samples 39, 1, 21, 12 and 6 more (rank 0, shard 0).",
         do="look at `dataset[17]`",
         step=2,
     ),
     Mistake(
         did="the gradient is nan though the loss is a number",
-        act=lambda: fit(loss=lambda m, b: mean_loss(m, b) + (m[0].bias * 0).sum().sqrt()),
+        act=lambda: fit(loss=lambda m, b: mean_loss(m, b) + (m[0].bias * 0).sum().sqrt(), not_finite="error"),
         error="The gradient is nan, though the loss is a number: in 0.bias.",
         do="look for a square root, logarithm or division at 0",
         step=0,

@@ -273,7 +273,7 @@ def slow_rank_one(steps):
         model, slow_loss, torch.optim.SGD(model.parameters(), 0.1), make_data(512), batch_size=64, unused="error"
     )
     trainer.fit(steps=steps)
-    shares = trainer._schedule.shares_at(steps + 10)
+    shares = trainer._course.schedule.shares_at(steps + 10)
     trainer.close()
     return shares
 

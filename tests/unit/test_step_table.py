@@ -61,7 +61,8 @@ def test_exact_mode_computes_a_shard_in_one_piece():
 
 def test_a_loss_that_is_no_number_names_its_shard():
     steps = table()
-    steps.write([row(0), row(1, loss=float("inf"), num_samples=5), row(2, loss=float("nan"))], range(4), 0, Standing(step=0))
+    rows = [row(0), row(1, loss=float("inf"), num_samples=5), row(2, loss=float("nan"))]
+    steps.write(rows, range(4), 0, Standing(step=0))
     with pytest.raises(LossNotFinite) as caught:
         steps.read(4)
     assert (caught.value.shard, caught.value.num_samples, caught.value.value) == (1, 5, float("inf"))

@@ -36,6 +36,7 @@ def connect(
     alike; `group.reason` says why. A group of one needs no store. `timeout_seconds` is how long to wait for a silent
     rank, here and in every call on the group. `interface` names the network device for tcp between hosts.
     """
+    _check_transport(transport)
     if store is None and size > 1:
         raise UserError(f"A group of {size} needs a store to meet at.", hint="make one with `open_store`")
     return connect_at(
@@ -45,8 +46,7 @@ def connect(
 
 def connect_at(meeting: Rendezvous, transport: str = "auto", interface: str = "") -> ShmGroup | TcpGroup:
     """`connect` with those who come to this rendezvous."""
-    if transport not in ("auto", "shm", "tcp"):
-        raise UserError(f"There is no transport {transport!r}.", hint="use 'auto', 'shm' or 'tcp'")
+    _check_transport(transport)
     if meeting.size == 1:
         return _alone(meeting.timeout_seconds)
     processes = [decode(text) for text in meeting.gather("process", encode(describe_self()))]
@@ -58,6 +58,11 @@ def connect_at(meeting: Rendezvous, transport: str = "auto", interface: str = ""
             "The workers cannot share memory.", why=reason, hint="use transport 'tcp' or 'auto'", rank=meeting.rank
         )
     return TcpGroup(meeting, processes, interface, reason)
+
+
+def _check_transport(transport: str) -> None:
+    if transport not in ("auto", "shm", "tcp"):
+        raise UserError(f"There is no transport {transport!r}.", hint="use 'auto', 'shm' or 'tcp'")
 
 
 def _alone(timeout_seconds: float) -> ShmGroup:

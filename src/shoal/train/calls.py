@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.train.link import Link, end
+from shoal.train.link import Link
 from shoal.train.team import Progress, Team
 
 
@@ -38,7 +38,7 @@ class Calls:
         finally:
             self._depth -= 1
             if link is not None and not self._depth:
-                if not call.is_over and self._team.rank == 0:
+                if not call.is_over:  # all say it: whoever is to say it alone may die before
                     link.say_called(name, call.result)
                 self._number += 1
 
@@ -48,8 +48,14 @@ class Calls:
             return Call()
         reply = link.await_membership(self._trainer, self._number)
         if isinstance(reply, dict):
-            if name == "predict":
-                end("the others have made predictions that it does not have, so it cannot catch up")
+            if not self._catch_up(name, reply["result"]):
+                link.idle(f"the others have done with {name}(), and this worker cannot catch up")
             return Call(result=reply["result"], is_over=True)
         self._team.join(reply, self._progress)
         return Call()
+
+    def _catch_up(self, name: str, result: Any) -> bool:
+        """Be as if the call had been made: what the script does next may use the model."""
+        if name in ("fit", "iterate"):
+            return self._progress.catch_up(int(result["step"]))
+        return name != "predict"

@@ -29,11 +29,12 @@ def place_errors(rank: int, step: Callable[[], int | None] = lambda: None) -> It
 class Running(Protocol):
     """What knows where in a run it is."""
 
-    place: Place
     _is_closed: bool
 
     @property
     def rank(self) -> int: ...
+    @property
+    def place(self) -> Place: ...
 
 
 T = TypeVar("T", bound=Running)

@@ -135,6 +135,14 @@ class Link:
                     asked = True
                 self._news.wait()
 
+    def idle(self, why: str) -> NoReturn:
+        """Take no part until the run is over, then end."""
+        print(f"shoal: this worker stays idle: {why}", file=sys.stderr, flush=True)
+        with self._news:
+            while not self.is_stopping:
+                self._news.wait()
+        end("the run is over")
+
     def await_world(self, after: int) -> World:
         """The newest World, after that generation. Ends this process, well, where it is not in it any more."""
         with self._news:

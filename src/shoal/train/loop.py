@@ -11,27 +11,25 @@ from typing import Any, Self, TypeVar, cast
 import torch
 from torch import nn
 
-from shoal.checkpoint.state import State, digest
+from shoal.checkpoint.state import digest
 from shoal.data.ledger import Piece, Place, StepPlan
 from shoal.data.loader import Loader, load_steps
 from shoal.data.readers import Loaded
-from shoal.data.shares import Schedule, Speed, rebalance
 from shoal.engine.env import read_worker
 from shoal.spec.errors import MemberLost
 from shoal.spec.event import StepMetrics
 from shoal.train import evaluation, setup
-from shoal.train.agree import check_agreement, check_same, facts_of
+from shoal.train.agree import check_agreement
 from shoal.train.blame import naming_samples
 from shoal.train.calls import Calls
+from shoal.train.course import Course, Route
 from shoal.train.ending import Ending
 from shoal.train.errors import in_run, in_user_code, place_errors
 from shoal.train.faulty import read_faults
-from shoal.train.feed import Feed
 from shoal.train.lone import show_errors
 from shoal.train.loss import Loss, as_sum, check_differentiable, move
 from shoal.train.measure import Measurement
 from shoal.train.parts import check_batch, check_parts
-from shoal.train.resume import read_progress, write_progress
 from shoal.train.saving import say
 from shoal.train.settings import make_settings
 from shoal.train.skips import MOST_IN_A_ROW, Skips
@@ -105,36 +103,39 @@ class Trainer:
             self._buffers = ChangingBuffers(self.model, traits.changing)
             self._merges = traits.is_plain and not self.settings.exact
             self._draws = traits.is_random
-            self._speed = Speed()
-            self.place = self._goal = self.ledger.place(0)
             self._num_steps: int | None = None
-            self._saved_step = -1
             self._skips = Skips()
-            self._is_first = True
             self._is_closed = False
-            self._is_resumed = resume or facts.is_resumed
             self._measurement = Measurement(self._recorder) if facts.is_measured else None
             self._ending = Ending(facts)
             self._faults = read_faults(facts, self.run_dir)
-            self._team = Team(
-                facts,
-                number,
-                Subject(
-                    model=self.model,
-                    optimizer=optimizer,
-                    settings=self.settings,
-                    num_shards=self.ledger.num_shards,
-                    device=self.device,
-                    reach=lambda point: self._reach(point, self.place.step),
+            subject = Subject(
+                model=self.model,
+                optimizer=optimizer,
+                settings=self.settings,
+                num_shards=self.ledger.num_shards,
+                device=self.device,
+                reach=self._reach,
+            )
+            self._team = Team(facts, number, subject)
+            opened.callback(self._team.leave)
+            self._course = Course(
+                self._team,
+                subject,
+                Route(
+                    ledger=self.ledger,
+                    source=self._source,
+                    scheduler=scheduler,
+                    buffers=self._buffers,
+                    store=setup.open_store(facts, self.run_dir, self.settings, self._recorder, number, opened),
+                    recorder=self._recorder,
+                    is_resumed=resume or facts.is_resumed,
                 ),
             )
-            self._calls = Calls(self._team, self, number)
-            opened.callback(self._team.leave)
-            self._store = setup.open_store(facts, self.run_dir, self.settings, self._recorder, number, opened)
-            self._feed: Feed | None = None
+            self._calls = Calls(self._team, self._course, number)
             if not self._team.is_elastic:
                 self._team.meet()
-                self.begin()
+                self._course.begin()
             sync = type(self._team.sync).__name__ if self._team.sync else "elastic"
             setup.record_settings(self._recorder, self.settings, origins, self.ledger, traits, sync)
             self._opened = opened.pop_all()
@@ -149,6 +150,11 @@ class Trainer:
         """How many workers train now."""
         return self._team.size
 
+    @property
+    def place(self) -> Place:
+        """Where in the data the run is: before this step, so many samples into it."""
+        return self._course.place
+
     # Training.
 
     @in_run
@@ -157,20 +163,20 @@ class Trainer:
 
         A resumed script reaches the calls of `fit` that it made before; what they did already is not done again.
         """
-        stop_epoch, stop_step, goal = setup.next_goal(self.ledger, self._goal, epochs, steps)
+        stop_epoch, stop_step, goal = setup.next_goal(self.ledger, self._course.goal, epochs, steps)
         with self._calls.make("fit") as call:
             if call.is_over:
-                self._goal = goal or Place(**call.result)
+                self._course.goal = goal or Place(**call.result)
                 return self
             if not self._team.is_elastic:  # else some come later
                 check_agreement(self._team.group, {"epochs= of fit()": epochs, "steps= of fit()": steps})
             with self._load(stop_epoch, stop_step) as batches:
                 for batch in batches:
                     self.step(batch)
-            self._goal = goal or self.place
+            self._course.goal = goal or self.place
             if self._measurement is not None:
                 self._measurement.end()
-            if self.place.step != self._saved_step:
+            if self.place.step != self._course.saved_step:
                 self.save(wait=True)
             call.result = asdict(self.place)
         return self
@@ -178,10 +184,10 @@ class Trainer:
     @in_run
     def __iter__(self) -> Iterator[Batch]:
         """This worker's batches of one epoch, or of the rest of it: `for batch in trainer: trainer.step(batch)`."""
-        stop_epoch, stop_step, goal = setup.next_goal(self.ledger, self._goal, 1, None)
+        stop_epoch, stop_step, goal = setup.next_goal(self.ledger, self._course.goal, 1, None)
         with self._calls.make("iterate") as call:
             if call.is_over:
-                self._goal = Place(**call.result)
+                self._course.goal = Place(**call.result)
                 return
             try:
                 with self._load(stop_epoch, stop_step) as batches:
@@ -190,19 +196,19 @@ class Trainer:
                 goal = self.place  # the caller left the loop: what follows goes on from here
                 raise
             finally:
-                self._goal = goal or self.place
-                call.result = asdict(self._goal)
+                self._course.goal = goal or self.place
+                call.result = asdict(self._course.goal)
 
     @contextmanager
     def _load(self, stop_epoch: int | None, stop_step: int | None) -> Iterator[Iterator[Batch]]:
         self._num_steps = setup.last_step(self.ledger, stop_epoch, stop_step)
 
-        def start() -> Loader:
+        def start(place: Place) -> Loader:
             return load_steps(
                 self._source,
                 self.ledger,
-                self.place,
-                lambda step: self._schedule.at(step)[self.rank],
+                place,
+                lambda step: self._course.schedule.at(step)[self.rank],
                 merge=self._merges,
                 max_piece=self.settings.microbatch_size,
                 stop_step=stop_step,
@@ -210,8 +216,8 @@ class Trainer:
                 num_processes=self.settings.loaders,
             )
 
-        with place_errors(self.rank, lambda: self.place.step), self._stepping(), Feed(start) as self._feed:
-            yield map(self._batch, self._feed)
+        with place_errors(self.rank, lambda: self.place.step), self._stepping(), self._course.load(start) as feed:
+            yield map(self._batch, feed)
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
@@ -228,8 +234,8 @@ class Trainer:
                 link.is_stepping = False
 
     def _batch(self, loaded: Loaded) -> Batch:
-        assert self._feed is not None
-        return Batch(plan=loaded[0], pieces=loaded[1], load_seconds=self._feed.loader.load_seconds)
+        assert self._course.feed is not None
+        return Batch(plan=loaded[0], pieces=loaded[1], load_seconds=self._course.feed.loader.load_seconds)
 
     @in_run
     def step(self, batch: Batch) -> float:
@@ -243,20 +249,22 @@ class Trainer:
         while outcome is None:
             try:
                 outcome = self._attempt(batch)
-                self.conclude(outcome)
+                self._course.conclude(outcome)
             except NotFinite as error:
+                if self.settings.not_finite == "error":
+                    raise
                 outcome = error
-                self.conclude(outcome)
+                self._course.conclude(outcome)
             except MemberLost:
                 if not self._team.is_elastic:
                     raise
-                self._buffers.write(self._at_start)
-                outcome = self._team.reform(self)
-                if outcome is None and self._feed is not None:  # it never happened: again, with other shards
-                    batch = self._batch(next(self._feed))
+                self._course.give_up()
+                outcome = self._team.reform(self._course)
+                if outcome is None and self._course.feed is not None:  # it never happened: again, with other shards
+                    batch = self._batch(next(self._course.feed))
         if isinstance(outcome, NotFinite):
             return self._skip(batch.plan, outcome)
-        self._record(batch, outcome, started, self._compute_seconds)
+        self._record(batch, outcome, started, self._course.compute_seconds)
         self._after_step(batch.plan, outcome)
         return outcome.totals.loss
 
@@ -264,11 +272,13 @@ class Trainer:
         """Forward and backward of this worker's part, then sum and update with everybody."""
         started = time.perf_counter()
         plan, sync, rank = batch.plan, self._team.sync, self._team.rank
-        self._plan, self._compute_seconds = plan, 0.0
         assert sync is not None
-        assignment = self._schedule.at(plan.step)
-        at_start = self._at_start = self._buffers.read() if self._buffers else None
-        self._reach("start", plan.step)
+        assignment = self._course.schedule.at(plan.step)
+        self._course.attempt(plan)
+        at_start = self._course.at_start
+        if self._faults is not None:
+            self._faults.corrupt(sync.replica.flat.values, plan.step)
+        self._reach("start")
         sync.begin(self.ledger.num_shards, assignment)
         rows: list[Row] = []
 
@@ -277,7 +287,7 @@ class Trainer:
             with in_user_code(rank, plan.step, data, "loss(model, batch)", self._loss):
                 total, factor, row = self._forward(plan, piece, data, at_start)
             rows.append(row)
-            self._reach("forward", plan.step)
+            self._reach("forward")
             if is_last:
                 # Before the last backward: so everyone knows what the whole batch weighs when sums are taken.
                 sync.post(rows, assignment[rank], self._standing(plan.step))
@@ -288,9 +298,9 @@ class Trainer:
         if not rows:
             sync.post(rows, assignment[rank], self._standing(plan.step))
 
-        self._compute_seconds = time.perf_counter() - started
-        self._reach("backward", plan.step)
-        if self._is_first:
+        self._course.compute_seconds = time.perf_counter() - started
+        self._reach("backward")
+        if self._course.is_first:
             setup.check_unused(self._team.group, sync, self.settings.unused)
         with naming_samples(self.ledger, self._source, plan, assignment):
             return sync.finish()
@@ -318,31 +328,16 @@ class Trainer:
         )
         return total, factor, row
 
-    def _reach(self, point: str, step: int) -> None:
+    def _reach(self, point: str) -> None:
         """What is to go wrong on purpose goes wrong here."""
         if self._faults is not None:
-            self._faults.reach(point, step)
-
-    def conclude(self, outcome: Outcome | NotFinite) -> None:
-        """The step under way is over, on every worker: it counts, or is left out."""
-        plan = self._plan
-        self.place = plan.after
-        if isinstance(outcome, NotFinite):
-            self._buffers.write(self._at_start)
-            return
-        self._buffers.write(outcome.totals.buffers)
-        self._is_first = False
-        self._speed.add(self._compute_seconds, plan.num_samples)
-        if self.scheduler is not None and (self.settings.schedule == "step" or self.place.epoch > plan.epoch):
-            self.scheduler.step()
-        if self._team.link is not None:
-            self._team.link.step = self.place.step
+            self._faults.reach(point, self.place.step)
 
     def _after_step(self, plan: StepPlan, outcome: Outcome) -> None:
         """Shares, checkpoints, newcomers: all workers decide the same, each from the same numbers."""
         totals = outcome.totals
         if self.settings.balance and self.world_size > 1 and self.place.step % BALANCE_EVERY == 0:
-            self._rebalance(totals.seconds_per_sample)
+            self._course.rebalance(totals.seconds_per_sample)
         every = self.settings.checkpoint_every
         if every and self.place.step % every == 0:
             self.save()
@@ -358,27 +353,11 @@ class Trainer:
         self._recorder.event("step_skipped", plan.step, message=error.message, samples=list(error.samples))
         say(f"{error.render()}\n  now: the step is left out".replace("error:", "warning:", 1), self.rank)
         if self._skips.add(plan.step):
-            if not self._skips.may_go_back(plan.step) or self._store is None or not self._store.list():
+            if not self._skips.may_go_back(plan.step) or not self._course.can_resume():
                 raise error
-            self._team.together(self._resume, self)
-            if self._feed is not None:
-                self._feed.drop()
+            self._team.together(self._course.resume, self._course)
             say(f"shoal: {MOST_IN_A_ROW} steps in a row were no good; back to step {self.place.step}", self.rank)
         return math.nan
-
-    def _rebalance(self, seconds_per_sample: tuple[float, ...]) -> None:
-        # No worker can have planned further than this: its loader is at most so many steps ahead.
-        if self._feed is None or len(seconds_per_sample) != self.world_size:
-            return
-        effective = self.place.step + self._feed.loader.depth
-        shares = self._schedule.shares_at(effective)
-        better = rebalance(shares, seconds_per_sample, num_shards=self.ledger.num_shards)
-        if better == shares:
-            return
-        self._schedule.change(effective, better)
-        self._speed.clear()
-        if self.rank == 0:
-            self._recorder.event("rebalanced", effective, shares=better, seconds_per_sample=seconds_per_sample)
 
     def _record(self, batch: Batch, outcome: Outcome, started: float, compute: float) -> None:
         plan = batch.plan
@@ -405,16 +384,6 @@ class Trainer:
 
     # The World.
 
-    def settle_in(self) -> None:
-        """This worker has met its World: shares begin anew, and what was loaded ahead is for other shards."""
-        team = self._team
-        self._schedule = Schedule(self.ledger.num_shards, [1 / team.size] * team.size)
-        self._speed.clear()
-        generation = team.world.generation if team.world is not None else 0
-        self._recorder.enter(generation, team.size, is_lead=team.rank == 0)
-        if self._feed is not None:
-            self._feed.drop()
-
     def _hold(self) -> None:
         """Stand still after this step, as all others do, until there is another World."""
         link = self._team.link
@@ -427,10 +396,12 @@ class Trainer:
             call=link.call,
             step=self.place.step,
         )
-        self._team.reform(self)
+        self._team.reform(self._course)
 
     def _standing(self, step: int) -> Standing:
-        return Standing(step=step, seconds_per_sample=self._speed.seconds_per_sample() or 0.0, wish=self._wish())
+        return Standing(
+            step=step, seconds_per_sample=self._course.speed.seconds_per_sample() or 0.0, wish=self._wish()
+        )
 
     def _wish(self) -> int:
         link = self._team.link
@@ -440,36 +411,11 @@ class Trainer:
 
     def _end(self) -> None:
         """Save what there is and end, because we were asked to."""
-        if self.place.step != self._saved_step:
-            self._write(wait=True)
+        if self.place.step != self._course.saved_step:
+            self._course.write(wait=True)
         if self._ending.is_asked:
             self._ending.end()
         raise SystemExit(143)
-
-    def begin(self) -> None:
-        """The workers have met for the first time: do they agree? Then go on from a checkpoint, if asked to."""
-        group = self._team.group
-        check_same(group, self.model, self.optimizer, facts_of(self.settings, self.ledger, self.scheduler))
-        setup.check_same_data(group, self._source, self._recorder)
-        self._team.agree()
-        # In a later World nobody was left who had the state: what is on disk is the newest there is.
-        if self._is_resumed or (self._team.world is not None and self._team.world.generation > 0):
-            self._resume()
-        self.settle_in()
-
-    def tell(self) -> dict[str, Any]:
-        """What a newcomer needs to know besides the tensors."""
-        facts = write_progress(self.place, self.settings, self.ledger, self.optimizer, self.scheduler, [])
-        return facts | {"step": self.place.step, "saved_step": self._saved_step}
-
-    def take(self, state: State) -> list[dict[str, float]]:
-        """Be where the others are."""
-        self.place, counts = read_progress(
-            state, self.ledger, self.settings, self.optimizer, self.scheduler, self.model
-        )
-        self._saved_step = int(state.facts["saved_step"])
-        self._is_first = False
-        return counts
 
     # State.
 
@@ -481,39 +427,13 @@ class Trainer:
         """
         with self._calls.make("save") as call:
             if not call.is_over:
-                self._team.together(lambda: self._write(wait=True), self) if wait else self._write()
+                self._write(wait)
 
-    def _write(self, *, wait: bool = False) -> None:
-        self._saved_step = self.place.step
-        sync = self._team.sync
-        assert sync is not None
-        if self._store is not None and self.rank == 0:
-            facts = write_progress(
-                self.place, self.settings, self.ledger, self.optimizer, self.scheduler, sync.replica.scalars()
-            )
-            tensors = dict(sync.replica.tensors())
-            self._store.save(State(step=self.place.step, tensors=tensors, facts=facts), wait=wait)
-        if wait and not self._team.is_elastic:
-            sync.barrier()
-
-    def _resume(self) -> None:
-        if self._store is None or not self._store.list():
-            self._recorder.event("resumed", 0, path=None)
-            say(f"shoal: no checkpoint in {self.run_dir} yet; starting at step 0", self.rank)
-            return
-        sync = self._team.sync
-        assert sync is not None
-        loaded = self._store.load()
-        setup.check_same_step(self._team.group, loaded.state.step)
-        place, scalars = read_progress(
-            loaded.state, self.ledger, self.settings, self.optimizer, self.scheduler, self.model
-        )
-        sync.replica.restore(loaded.state.tensors, scalars)
-        sync.barrier()
-        self.place = place
-        self._saved_step = self.place.step
-        if self.rank == 0:
-            self._recorder.event("resumed", self.place.step, path=str(loaded.path), position=place.position)
+    def _write(self, wait: bool) -> None:
+        if wait:
+            self._team.together(lambda: self._course.write(wait=True), self._course)
+        else:
+            self._course.write()
 
     def digest(self) -> str:
         """The sha256 of the model's parameters and buffers: equal exactly if they are equal bit for bit."""
@@ -561,7 +481,8 @@ class Trainer:
             with self._calls.make(name) as call:
                 if not call.is_over:
                     result = self._team.together(
-                        lambda: act(self.model, function, source, self._team.group, block, self.device), self
+                        lambda: act(self.model, function, source, self._team.group, block, self.device),
+                        self._course,
                     )
                     call.result = result if name == "evaluate" else None
                     return result

@@ -31,6 +31,8 @@ class Settings:
     schedule: when the scheduler steps: after each "step" or each "epoch".
     unused: what to do about parameters that no sample of the first step reaches: "error", or "zero" for models with
         branches that are used now and then.
+    not_finite: what to do about a step whose loss or gradient is no number: "skip" leaves it out on all workers, and
+        goes back to the last checkpoint after three in a row; "error" ends the run.
     transport: how workers exchange gradients: "auto" (shared memory where possible), "shm" or "tcp".
     timeout_seconds: how long to wait for a silent worker.
     """
@@ -52,6 +54,7 @@ class Settings:
     threads: int | None = None
     schedule: Literal["step", "epoch"] = "step"
     unused: Literal["error", "zero"] = "error"
+    not_finite: Literal["skip", "error"] = "skip"
     transport: Literal["auto", "shm", "tcp"] = "auto"
     timeout_seconds: float = 300.0
 
@@ -90,7 +93,7 @@ _SWITCH = Rule("True or False", "True", lambda value: isinstance(value, bool))
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("batch_size", "shards", "microbatch_size", "checkpoint_every", "keep", "threads"), _COUNT),
     **dict.fromkeys(("shuffle", "exact", "compile", "balance"), _SWITCH),
-    **{name: _one_of(name) for name in ("precision", "schedule", "unused", "transport")},
+    **{name: _one_of(name) for name in ("precision", "schedule", "unused", "not_finite", "transport")},
     "seed": Rule("a whole number", "0", _is_whole),
     "loaders": Rule("a whole number of 0 or more", "1", lambda value: _is_whole(value) and value >= 0),
     "max_norm": Rule("a number above 0", "1.0", lambda value: _is_number(value) and value > 0),

@@ -49,6 +49,10 @@ class Progress(Protocol):
         """Go on from there; returns what the optimizer had counted. `state.tensors` have shapes only."""
         ...
 
+    def catch_up(self, step: int) -> bool:
+        """Have the model as it was after that step, though others trained it; False if that cannot be had."""
+        ...
+
     def begin(self) -> None:
         """The workers have just met for the first time: check that they agree, make a sync, and settle in."""
         ...

@@ -211,7 +211,7 @@ class SharedMemorySync:
             return error
         if not self._is_updated:
             self._update(norm)
-        return Outcome(totals=totals, norm=norm, communicate=0.0, wait=self._waited, waited_for=self._waited_for)
+        return Outcome(totals=totals, norm=norm, communicate=0.0, wait=self._waited, waited_for=None)
 
     def _undo_first(self) -> bool:
         """A first step that was not completed is taken back: nobody can see the optimizer's state of the dead."""

@@ -1,0 +1,207 @@
+"""Where a run is, and all that goes on with it from step to step: saved, resumed, and handed on to newcomers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shoal.checkpoint.fence import newest_generation
+from shoal.checkpoint.state import State
+from shoal.checkpoint.store import FolderStore
+from shoal.data.ledger import Ledger, Place, StepPlan
+from shoal.data.loader import Loader
+from shoal.data.shares import Schedule, Speed, rebalance
+from shoal.data.sources import Source
+from shoal.observe.recorder import Recorder
+from shoal.train import setup
+from shoal.train.agree import check_same, facts_of
+from shoal.train.feed import Feed
+from shoal.train.resume import read_progress, write_progress
+from shoal.train.saving import say
+from shoal.train.sync.sync import Outcome
+from shoal.train.sync.table import NotFinite
+from shoal.train.team import Subject, Team
+from shoal.train.traits import ChangingBuffers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """What a run follows, all fixed when it begins. `store` is None where nothing is kept."""
+
+    ledger: Ledger
+    source: Source
+    scheduler: Any
+    buffers: ChangingBuffers
+    store: FolderStore | None
+    recorder: Recorder
+    is_resumed: bool
+
+
+class Course:
+    """One worker's knowledge of how far the run is. On every member of a World it is the same.
+
+    `plan` is the step that is being attempted, and `at_start` what the changing buffers were before it.
+    """
+
+    def __init__(self, team: Team, subject: Subject, route: Route) -> None:
+        self._team, self._subject, self._route = team, subject, route
+        self.place = self.goal = route.ledger.place(0)
+        self.saved_step = -1
+        self.is_first = True
+        self.speed = Speed()
+        self.feed: Feed | None = None
+        self.plan: StepPlan | None = None
+        self.at_start: torch.Tensor | None = None
+        self.compute_seconds = 0.0
+        self._first_generation = 0
+        self.schedule = self._equal_shares()
+
+    def _equal_shares(self) -> Schedule:
+        return Schedule(self._subject.num_shards, [1 / self._team.size] * self._team.size)
+
+    def load(self, start: Callable[[Place], Loader]) -> Feed:
+        """Batches from here on, and from wherever we are when the World has changed."""
+        self.feed = Feed(lambda: start(self.place))
+        return self.feed
+
+    def attempt(self, plan: StepPlan) -> None:
+        """A step begins."""
+        self.plan, self.compute_seconds = plan, 0.0
+        self.at_start = self._route.buffers.read() if self._route.buffers else None
+
+    def give_up(self) -> None:
+        """The step was interrupted: until it is settled, everything is as before it."""
+        self._route.buffers.write(self.at_start)
+
+    def conclude(self, outcome: Outcome | NotFinite) -> None:
+        """The step that was attempted is over, on every worker: it counts, or is left out."""
+        plan, scheduler = self.plan, self._route.scheduler
+        assert plan is not None
+        self.place = plan.after
+        if isinstance(outcome, NotFinite):
+            self.give_up()
+            return
+        self._route.buffers.write(outcome.totals.buffers)
+        self.is_first = False
+        self.speed.add(self.compute_seconds, plan.num_samples)
+        if scheduler is not None and (self._subject.settings.schedule == "step" or self.place.epoch > plan.epoch):
+            scheduler.step()
+        if self._team.link is not None:
+            self._team.link.step = self.place.step
+
+    def rebalance(self, seconds_per_sample: tuple[float, ...]) -> None:
+        """Give faster workers more, from the first step on that nobody can have planned yet."""
+        if self.feed is None or len(seconds_per_sample) != self._team.size:
+            return
+        effective = self.place.step + self.feed.loader.depth
+        shares = self.schedule.shares_at(effective)
+        better = rebalance(shares, seconds_per_sample, num_shards=self._subject.num_shards)
+        if better == shares:
+            return
+        self.schedule.change(effective, better)
+        self.speed.clear()
+        if self._team.rank == 0:
+            self._route.recorder.event("rebalanced", effective, shares=better, seconds_per_sample=seconds_per_sample)
+
+    # From one World to the next.
+
+    def begin(self) -> None:
+        """The workers have met for the first time: do they agree? Then go on from a checkpoint, if asked to."""
+        of, route, world = self._subject, self._route, self._team.world
+        facts = facts_of(of.settings, route.ledger, route.scheduler)
+        check_same(self._team.group, of.model, of.optimizer, facts)
+        setup.check_same_data(self._team.group, route.source, route.recorder)
+        self._team.agree()
+        if route.store is not None and world is not None:  # this run's Worlds come after those of an earlier one
+            self._first_generation = newest_generation(route.store.folder) + 1 - world.generation
+        # In a later World nobody was left who had the state: what is on disk is the newest there is.
+        if route.is_resumed or (world is not None and world.generation > 0):
+            self.resume()
+        self.settle_in()
+
+    def settle_in(self) -> None:
+        """The World is another: shares begin anew, and what was loaded ahead is for other shards."""
+        team, generation = self._team, self._team.world.generation if self._team.world is not None else 0
+        self.schedule = self._equal_shares()
+        self.speed.clear()
+        self._route.recorder.enter(generation, team.size, is_lead=team.rank == 0)
+        if self._route.store is not None and team.is_elastic and team.rank == 0:
+            self._route.store.fence(self._first_generation + generation)
+        if self.feed is not None:
+            self.feed.drop()
+
+    def tell(self) -> dict[str, Any]:
+        """What a newcomer needs to know besides the tensors and what the optimizer has counted."""
+        more = {"step": self.place.step, "saved_step": self.saved_step, "first_generation": self._first_generation}
+        return {**self._facts([]), **more}
+
+    def take(self, state: State) -> list[dict[str, float]]:
+        """Be where the others are; returns what the optimizer has counted."""
+        self.place, counts = self._read(state)
+        self.saved_step = int(state.facts["saved_step"])
+        self._first_generation = int(state.facts["first_generation"])
+        self.is_first = False
+        return counts
+
+    def catch_up(self, step: int) -> bool:
+        """Take the model from the checkpoint of that step, which the others made at the end of `fit`."""
+        store = self._route.store
+        if store is None or all(entry.step != step for entry in store.list()):
+            return False
+        loaded = store.load(step)
+        if loaded.state.step != step:
+            return False
+        self.place, _ = self._read(loaded.state)
+        model = {
+            name.removeprefix("model/"): t for name, t in loaded.state.tensors.items() if name.startswith("model/")
+        }
+        self._subject.model.load_state_dict(model)
+        return True
+
+    # From one run to the next.
+
+    def write(self, *, wait: bool = False) -> None:
+        """Save a checkpoint of this moment; rank 0 does it."""
+        self.saved_step = self.place.step
+        sync, store = self._team.sync, self._route.store
+        assert sync is not None
+        self._subject.reach("saving")
+        if store is not None and self._team.rank == 0:
+            tensors = dict(sync.replica.tensors())
+            state = State(step=self.place.step, tensors=tensors, facts=self._facts(sync.replica.scalars()))
+            store.save(state, wait=wait)
+        if wait and not self._team.is_elastic:
+            sync.barrier()
+
+    def can_resume(self) -> bool:
+        return self._route.store is not None and bool(self._route.store.list())
+
+    def resume(self) -> None:
+        """Go on from the newest valid checkpoint, all workers from the same."""
+        recorder, store, sync = self._route.recorder, self._route.store, self._team.sync
+        assert sync is not None
+        if store is None or not store.list():
+            recorder.event("resumed", 0, path=None)
+            where = store.folder.parent if store is not None else "the run folder"
+            say(f"shoal: no checkpoint in {where} yet; starting at step 0", self._team.rank)
+            return
+        loaded = store.load()
+        setup.check_same_step(self._team.group, loaded.state.step)
+        place, counts = self._read(loaded.state)
+        sync.replica.restore(loaded.state.tensors, counts)
+        sync.barrier()
+        self.place = place
+        self.saved_step = place.step
+        if self.feed is not None:
+            self.feed.drop()
+        if self._team.rank == 0:
+            recorder.event("resumed", place.step, path=str(loaded.path), position=place.position)
+
+    def _facts(self, counts: list[dict[str, float]]) -> dict[str, Any]:
+        of, route = self._subject, self._route
+        return write_progress(self.place, of.settings, route.ledger, of.optimizer, route.scheduler, counts)
+
+    def _read(self, state: State) -> tuple[Place, list[dict[str, float]]]:
+        of, route = self._subject, self._route
+        return read_progress(state, route.ledger, of.settings, of.optimizer, route.scheduler, of.model)
