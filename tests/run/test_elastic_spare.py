@@ -1,5 +1,6 @@
 """A process that has imported torch beforehand becomes the next worker, and nobody can tell. Torch is a stand-in."""
 
+import contextlib
 import json
 import os
 import signal
@@ -148,10 +149,13 @@ def test_an_error_is_told_as_ever(run: SpareRun) -> None:
 
 def test_the_spare_holds_nothing_of_the_run(run: SpareRun) -> None:
     folder = Path("/proc", str(run.wait_for_spare()), "fd")
-    targets = [os.readlink(path) for path in folder.iterdir()]
-    assert sum(target == "/dev/null" for target in targets) == 3
-    assert len(targets) == 4
-    assert sum(target.startswith("socket:") for target in targets) == 1
+
+    def kinds() -> list[str]:
+        with contextlib.suppress(FileNotFoundError):  # one that was closed meanwhile: it still imports
+            return sorted(os.readlink(path).partition(":")[0] for path in folder.iterdir())
+        return []
+
+    run.box.wait_for(lambda: kinds() == ["/dev/null", "/dev/null", "/dev/null", "socket"], 10)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
