@@ -1,5 +1,6 @@
 """Where a run is, and all that goes on with it from step to step: saved, resumed, and handed on to newcomers."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,15 +15,21 @@ from shoal.data.loader import Loader
 from shoal.data.shares import Schedule, Speed, rebalance
 from shoal.data.sources import Source
 from shoal.observe.recorder import Recorder
+from shoal.spec.errors import Retryable
 from shoal.train import setup
 from shoal.train.agree import check_same, facts_of
+from shoal.train.divergence import find_diverged
 from shoal.train.feed import Feed
+from shoal.train.handover import share_tensors
 from shoal.train.resume import read_progress, write_progress
 from shoal.train.saving import say
 from shoal.train.sync.sync import Outcome
 from shoal.train.sync.table import NotFinite
 from shoal.train.team import Subject, Team
 from shoal.train.traits import ChangingBuffers
+
+MOST_REPAIRS = 3
+"""A worker whose copy goes wrong more often than this is replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +62,7 @@ class Course:
         self.at_start: torch.Tensor | None = None
         self.compute_seconds = 0.0
         self._first_generation = 0
+        self._num_repairs: Counter[int] = Counter()
         self.schedule = self._equal_shares()
 
     def _equal_shares(self) -> Schedule:
@@ -103,6 +111,35 @@ class Course:
         self.speed.clear()
         if self._team.rank == 0:
             self._route.recorder.event("rebalanced", effective, shares=better, seconds_per_sample=seconds_per_sample)
+
+    def repair(self, checksums: tuple[float, ...]) -> None:
+        """Copies of the parameters differ: name those that are not like most, and give them the others' state."""
+        if len(checksums) != self._team.size:
+            return
+        diverged, source = find_diverged(checksums)
+        sync, group = self._team.sync, self._team.group
+        assert sync is not None
+        for rank in diverged:
+            self._num_repairs[self._team.worker(rank)] += 1
+        self._team.together(lambda: share_tensors(group, dict(sync.replica.tensors()), source), self)
+        if self._team.rank == 0:
+            self._tell_diverged(diverged, source)
+        if any(self._num_repairs[self._team.worker(rank)] > MOST_REPAIRS for rank in diverged if rank == group.rank):
+            raise Retryable(
+                f"The parameters of this worker differed from the others' {MOST_REPAIRS + 1} times.",
+                why="its memory or its processor makes mistakes",
+                hint="test the machine's memory; replace it if this happens again",
+            )
+
+    def _tell_diverged(self, diverged: list[int], source: int) -> None:
+        workers = [self._team.worker(rank) for rank in diverged]
+        is_sure = len(diverged) < self._team.size - len(diverged)
+        for worker in workers:
+            data = {"worker": worker, "repaired_from": self._team.worker(source), "is_sure": is_sure}
+            self._route.recorder.event("replica_diverged", self.place.step, **data)
+        names = ", ".join(map(str, workers))
+        doubt = "" if is_sure else " (or those of the others were wrong: with so few nobody can tell)"
+        say(f"shoal: repaired the parameters of rank {names} at step {self.place.step}: they were wrong{doubt}")
 
     # From one World to the next.
 

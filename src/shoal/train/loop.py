@@ -343,6 +343,8 @@ class Trainer:
             self.save()
         if self._measurement is not None:
             self._measurement.add(plan.count, totals.seconds_per_sample)
+        if len(set(totals.checksums)) > 1:
+            self._course.repair(totals.checksums)
         if totals.wish == STOP:
             self._end()
         if totals.wish == HOLD and len(totals.seconds_per_sample) == self.world_size:
@@ -399,8 +401,12 @@ class Trainer:
         self._team.reform(self._course)
 
     def _standing(self, step: int) -> Standing:
+        assert self._team.sync is not None
         return Standing(
-            step=step, seconds_per_sample=self._course.speed.seconds_per_sample() or 0.0, wish=self._wish()
+            step=step,
+            seconds_per_sample=self._course.speed.seconds_per_sample() or 0.0,
+            wish=self._wish(),
+            checksum=self._team.sync.checksum(step),
         )
 
     def _wish(self) -> int:

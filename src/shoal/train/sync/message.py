@@ -10,6 +10,7 @@ from torch import nn
 from shoal.comm.group import Group, Work
 from shoal.elastic.commit import Report, outcome_of
 from shoal.train import tree
+from shoal.train.divergence import checksum_of
 from shoal.train.gradients import Gradients
 from shoal.train.replica import Replica
 from shoal.train.summing import StepSum, square_of
@@ -165,6 +166,9 @@ class MessageSync:
             parts = gathered.view(self._group.size, num_slots, stop - start)
             addition.into(self.replica.gradient[start:stop], parts.__getitem__, registers)
             start = stop
+
+    def checksum(self, step: int) -> int:
+        return checksum_of(self.replica.flat.values, step)
 
     def barrier(self) -> None:
         self._group.barrier()

@@ -273,6 +273,9 @@ class SharedMemorySync:
         )
         return not_finite(layout, index, out)
 
+    def checksum(self, step: int) -> int:
+        return 0
+
     def barrier(self) -> None:
         self._group.barrier()
 

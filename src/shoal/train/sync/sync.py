@@ -30,11 +30,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What a worker says of itself in a step: which step it is in, how fast it is, what it wishes to do after it."""
+    """What a worker says of itself in a step: which step it is in, how fast it is, what it wishes to do after it.
+
+    `checksum` is of a part of its parameters, where each worker has its own.
+    """
 
     step: int
     seconds_per_sample: float = 0.0
     wish: int = 0
+    checksum: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,7 @@ class Totals:
     buffers: torch.Tensor | None
     seconds_per_sample: tuple[float, ...]
     wish: int = 0
+    checksums: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +93,10 @@ class Sync(Protocol):
 
         Calls `gather` twice, for `judged` and for `settled`; one survivor is the first.
         """
+        ...
+
+    def checksum(self, step: int) -> int:
+        """Of the part of this worker's own parameters that is looked at in this step; 0 where all share one copy."""
         ...
 
     def barrier(self) -> None:

@@ -10,8 +10,10 @@ from shoal.spec.errors import BugError, UserError
 from shoal.train.flat import FlatLayout, shorten
 from shoal.train.sync.sync import Row, Standing, Totals
 
-WEIGHT, LOSS, SAMPLES, BUFFERS = range(4)
-SPEED, WISH, STEP = range(3)
+WEIGHT, LOSS, SAMPLES, _SPARE, BUFFERS = range(5)
+"""Columns of a shard's row."""
+SPEED, WISH, STEP, CHECKSUM = range(4)
+"""Columns of a rank's row."""
 
 
 class StepTable:
@@ -34,10 +36,11 @@ class StepTable:
         table[mine.start : mine.stop] = 0
         for row in rows:
             _add(table[row.shard], row)
-        table[self._num_shards + rank, [SPEED, WISH, STEP]] = (
+        table[self._num_shards + rank, [SPEED, WISH, STEP, CHECKSUM]] = (
             standing.seconds_per_sample,
             standing.wish,
             standing.step,
+            standing.checksum,
         )
 
     def _rows(self, rows: Sequence[Row] = ()) -> np.ndarray:
@@ -70,6 +73,7 @@ class StepTable:
             buffers=buffers,
             seconds_per_sample=tuple(ranks[:, SPEED].tolist()),
             wish=int(ranks[:, WISH].max()),
+            checksums=tuple(ranks[:, CHECKSUM].tolist()),
         )
 
 
@@ -82,7 +86,7 @@ def _check_steps(steps: np.ndarray) -> None:
 def _add(line: np.ndarray, row: Row) -> None:
     """Several pieces of one shard share its line: sums add up, buffers are the mean over its samples."""
     is_first = line[SAMPLES] == 0
-    line[:BUFFERS] += row.weight, row.loss, row.num_samples
+    line[: SAMPLES + 1] += row.weight, row.loss, row.num_samples
     if row.buffers is not None:
         share = 1.0 if is_first else row.num_samples / line[SAMPLES]
         line[BUFFERS:] += share * (row.buffers.numpy() - line[BUFFERS:])
