@@ -60,6 +60,10 @@ Look = Callable[[Sequence[int], float], None]
 """(ranks, seconds): called ten times a second by whoever has waited so long for these ranks; may raise to end it."""
 
 
+def nobody_looks(ranks: Sequence[int], seconds: float) -> None:
+    """Wait as long as it takes."""
+
+
 class Rendezvous:
     """Where the ranks of one generation find each other: in a corner of a store, or by a `gather` of someone else's.
 
@@ -76,7 +80,7 @@ class Rendezvous:
         store: Store | None = None,
         generation: int = 0,
         gather: Gather | None = None,
-        look: Look = lambda ranks, seconds: None,
+        look: Look = nobody_looks,
     ) -> None:
         self.rank, self.size, self.timeout_seconds, self.look = rank, size, timeout_seconds, look
         self._store: Store | None = PrefixStore(f"shoal/{generation}", store) if store is not None else None

@@ -18,8 +18,9 @@ from torch import nn
 from shoal.checkpoint.foreign import read_weights
 from shoal.checkpoint.store import FolderStore
 from shoal.checkpoint.transfer import transfer
-from shoal.comm.connect import connect as connect_group
+from shoal.comm.connect import connect_at
 from shoal.comm.group import Group, Op
+from shoal.comm.rendezvous import Rendezvous, nobody_looks
 from shoal.comm.rendezvous import open_store as open_meeting
 from shoal.comm.shm import ShmGroup
 from shoal.data.columns import ColumnSource
@@ -42,6 +43,7 @@ from shoal.train.sync.message import MessageSync
 from shoal.train.sync.shared import SharedMemorySync
 from shoal.train.sync.sync import Sync
 from shoal.train.traits import Traits, probe
+from shoal.train.waiting import Waiting
 
 SHARDS_ALONE = 8
 """Into how many shards a step is cut where each must be computed by itself: enough to share out, few to be fast."""
@@ -154,14 +156,15 @@ def connect(facts: WorkerFacts, device: torch.device, settings: Settings, traine
         store = dist.PrefixStore(
             f"trainer-{trainer}", meeting(facts.master_addr, facts.master_port, facts.rank, facts.world_size)
         )
-    return connect_group(
+    meeting = Rendezvous(
         facts.rank,
         facts.world_size,
-        store,
+        settings.timeout_seconds,
+        store=store,
         generation=facts.generation,
-        transport="tcp" if device.type == "cuda" else settings.transport,
-        timeout_seconds=settings.timeout_seconds,
+        look=Waiting(facts.control_fd).look if facts.control_fd is not None else nobody_looks,
     )
+    return connect_at(meeting, "tcp" if device.type == "cuda" else settings.transport)
 
 
 def probe_model(

@@ -170,6 +170,7 @@ class SharedMemorySync:
             self.replica.update_with(self._undos[self._group.rank], self._turn)
         else:
             self.replica.update()
+            self._reach("updating")
         self._is_updated = True
         self._group.signal(UPDATED, self._turn)
 
