@@ -164,7 +164,7 @@ class Course:
         self.speed.clear()
         self._route.recorder.enter(generation, team.size, is_lead=team.rank == 0)
         if self._route.store is not None and team.is_elastic and team.rank == 0:
-            self._route.store.fence(self._first_generation + generation)
+            self._route.store.fence(self._first_generation + generation, wait=False)
         if self.feed is not None:
             self.feed.drop()
 

@@ -34,6 +34,8 @@ class SaveReport:
             self._saved(step)
         if kind == "checkpoint_failed":
             self._failed(UserError(data["message"], why=data["why"], hint=data["hint"], rank=0, step=step))
+        if kind in ("checkpoint_fenced", "fence_failed"):
+            say(f"shoal: {data['message']} {data['why']}")
         if kind == "checkpoint_skipped":
             say(f"shoal: skipped the checkpoint {data['path']}: {data['reason']}", self._recorder.rank)
 

@@ -156,7 +156,7 @@ def connect(facts: WorkerFacts, device: torch.device, settings: Settings, traine
         store = dist.PrefixStore(
             f"trainer-{trainer}", meeting(facts.master_addr, facts.master_port, facts.rank, facts.world_size)
         )
-    meeting = Rendezvous(
+    place = Rendezvous(
         facts.rank,
         facts.world_size,
         settings.timeout_seconds,
@@ -164,7 +164,7 @@ def connect(facts: WorkerFacts, device: torch.device, settings: Settings, traine
         generation=facts.generation,
         look=Waiting(facts.control_fd).look if facts.control_fd is not None else nobody_looks,
     )
-    return connect_at(meeting, "tcp" if device.type == "cuda" else settings.transport)
+    return connect_at(place, "tcp" if device.type == "cuda" else settings.transport)
 
 
 def probe_model(
