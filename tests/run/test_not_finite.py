@@ -1,0 +1,77 @@
+"""Steps that are no numbers: left out by all workers alike, and after three in a row taken back."""
+
+from pathlib import Path
+
+import pytest
+
+from shoal.observe.journal import read
+from shoal.testing.faults import Faults, FaultyRun
+
+SCRIPT = """
+import sys, torch, shoal
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1))
+optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+source = torch.Generator().manual_seed(1)
+data = torch.randn(64, 4, generator=source), torch.randn(64, 1, generator=source)
+trainer = shoal.Trainer(
+    model,
+    lambda m, b: (m(b[0]) - b[1]).square().mean(),
+    optimizer,
+    data,
+    batch_size=16,
+    exact=True,
+    checkpoint_every=4,
+)
+trainer.fit(steps=14)
+print("digest", trainer.digest())
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def digests(run: FaultyRun) -> set[str]:
+    lines = [line for rank in (0, 1) for line in run.log(rank).splitlines() if line.startswith("digest")]
+    assert lines
+    return set(lines)
+
+
+def run(faults: Faults, script: str, name: str, transport: str = "auto") -> FaultyRun:
+    folder = str(Path(script).parent / name)
+    return faults.run(script, num_workers=2, run_dir=folder, options={"transport": transport})
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_one_bad_step_is_left_out_by_all(script: str, transport: str) -> None:
+    """The worker whose loss was no number is not the one that tells, and all stay equal."""
+    done = run(Faults().nan(rank=1, step=6), script, "run", transport)
+    assert done.exit_code == 0
+    assert len(digests(done)) == 1
+    skipped = done.of("step_skipped")
+    assert {event.rank for event in skipped} == {0, 1}
+    assert {event.step for event in skipped} == {6}
+    assert len(skipped[0].data["samples"]) > 0
+
+
+def test_after_three_in_a_row_the_run_goes_back_and_comes_to_the_same_end(script: str) -> None:
+    """What was bad was the machine and not the data: the second time all goes well, as if nothing had happened."""
+    clean = run(Faults(), script, "clean")
+    done = run(Faults().nan(rank=1, step=6, steps=3), script, "faulty")
+    assert done.exit_code == 0
+    assert digests(done) == digests(clean)
+    assert {event.step for event in done.of("resumed")} == {4}
+
+
+def test_data_that_stays_bad_ends_the_run_with_its_samples(script: str) -> None:
+    Path(script).write_text(SCRIPT.replace("b[1]).square()", "b[1].log()).square()"))
+    done = run(Faults(), script, "run")
+    assert done.exit_code == 2
+    errors = [event for event in read(f"{done.run_dir}/journal.jsonl") if event.kind == "error"]
+    assert "The loss is nan for samples" in errors[0].data["message"]
