@@ -127,6 +127,9 @@ class ShmGroup:
 
     def close(self) -> None:
         self._close()
+        # What they hold refers back to them; memory nobody uses shall not wait for the garbage collector.
+        vars(self).pop("_meeting", None)
+        vars(self).pop("_pairs", None)
 
 
 def _in_memory(tensor: torch.Tensor) -> torch.Tensor:

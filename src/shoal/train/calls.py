@@ -33,12 +33,17 @@ class Calls:
         link = self._team.link
         call = self._arrive(name, link) if link is not None and not self._depth else Call()
         self._depth += 1
+        is_done = False
         try:
             yield call
+            is_done = True
+        except GeneratorExit:  # a loop over the trainer was left
+            is_done = True
+            raise
         finally:
             self._depth -= 1
             if link is not None and not self._depth:
-                if not call.is_over:  # all say it: whoever is to say it alone may die before
+                if is_done and not call.is_over:  # all say it: whoever is to say it alone may die before
                     link.say_called(name, call.result)
                 self._number += 1
 

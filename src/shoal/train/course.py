@@ -182,10 +182,15 @@ class Course:
         return counts
 
     def catch_up(self, step: int) -> bool:
-        """Take the model from the checkpoint of that step, which the others made at the end of `fit`."""
+        """Take the model from the checkpoint of that step, which the others made at the end of `fit`.
+
+        Where there are only newer ones, training went on from there, and so do we, without the model of that moment:
+        we shall get the newest before we train.
+        """
         store = self._route.store
-        if store is None or all(entry.step != step for entry in store.list()):
-            return False
+        steps = [entry.step for entry in store.list()] if store is not None else []
+        if store is None or step not in steps:
+            return max(steps, default=-1) > step
         loaded = store.load(step)
         if loaded.state.step != step:
             return False

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from shoal.comm.group import lost
+from shoal.elastic.recent import Patience
 from shoal.engine.env import WorkerFacts
 from shoal.observe.control import ControlPipe
 from shoal.spec.errors import MemberLost
@@ -20,10 +21,26 @@ from shoal.spec.event import Event
 from shoal.spec.world import World
 
 BEAT_SECONDS = 0.25
-WAITING_SECONDS = 0.3
-"""Waits longer than this are told to the coordinator, which knows what is usual."""
-
 READ_BYTES = 1 << 16
+
+
+class Waits:
+    """Which waits are unusual. Each is seen ten times a second while it lasts; its end is seen when another begins.
+
+    Waits of a generation that is over did not end well, and say nothing about what is usual.
+    """
+
+    def __init__(self) -> None:
+        self._patience = Patience(floor=0.3, unknown=0.5)
+        self._last = (-1, 0.0)
+
+    def is_unusual(self, generation: int, seconds: float, now: float) -> bool:
+        """A wait in that generation has lasted so long. True where that should be told now."""
+        before, waited = self._last
+        if generation == before and seconds < waited:
+            self._patience.waited(waited, now)
+        self._last = generation, seconds
+        return self._patience.is_unusual(seconds, now)
 
 
 class Link:
@@ -44,7 +61,7 @@ class Link:
         self._news = threading.Condition()
         self._control = ControlPipe(control_fd)
         self._world_fd = world_fd
-        self._next_report = 0.0
+        self._waits = Waits()
         os.set_inheritable(world_fd, False)
         threading.Thread(target=self._listen, name="shoal-link", daemon=True).start()
 
@@ -172,8 +189,7 @@ class Link:
         """Called while ranks are waited for: tell who, once it takes long; raise if the World is not the newest."""
         with self._news:
             self._check_generation(world.generation)
-        if seconds >= WAITING_SECONDS and (now := time.monotonic()) >= self._next_report:
-            self._next_report = now + BEAT_SECONDS
+        if self._waits.is_unusual(world.generation, seconds, time.monotonic()):
             ids = [world.members[peer].id for peer in ranks]
             self.send("waiting", generation=world.generation, members=ids, seconds=seconds)
 

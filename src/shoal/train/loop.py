@@ -192,6 +192,8 @@ class Trainer:
             try:
                 with self._load(stop_epoch, stop_step) as batches:
                     yield from batches
+                if self._team.is_elastic and self.place.step != self._course.saved_step:
+                    self.save(wait=True)  # for those who come later, as `fit` does
             except GeneratorExit:
                 goal = self.place  # the caller left the loop: what follows goes on from here
                 raise

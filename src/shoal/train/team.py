@@ -82,7 +82,8 @@ class Team:
 
     def __init__(self, facts: WorkerFacts, number: int, subject: Subject) -> None:
         self.link = find_link(facts)
-        self.rank, self.size = facts.rank, facts.world_size
+        # A replacement is not the first of anybody until it joins: what rank 0 writes down has been written.
+        self.rank, self.size = max(facts.rank, min(1, facts.incarnation)), facts.world_size
         self._facts, self._number, self._subject = facts, number, subject
         self._counted: list[dict[str, float]] | None = None
 
@@ -208,6 +209,9 @@ class Team:
             raise
         if self.world is not None:
             self.group.close()
+        if self.sync is not None:
+            # It refers to itself in many ways; its memory shall not wait for the garbage collector.
+            vars(self.sync).clear()
         self.group, self.sync, self.world, self._counted = group, sync, world, None
         self.rank, self.size = group.rank, group.size
         if sync is None:
