@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from observing import Clock, event
@@ -314,6 +315,33 @@ class TestWorkersThatComeAndGo:
         screen.console.lose(0)
         screen.wait(1.0)
         assert screen.rows()[-1].startswith("step 5")
+
+    def test_the_run_does_not_seem_to_go_back_when_its_lead_is_lost(self):
+        """Others speak less often: what they said last is older."""
+        screen = Screen(2, is_tty=True)
+        shown = []
+        for rank, generation, step, is_lead in [
+            (1, 0, 90, False),
+            (0, 0, 100, True),
+            (None, 0, 0, False),
+            (1, 1, 101, True),
+            (0, 2, 104, False),
+            (1, 2, 103, True),
+            (0, 2, 108, False),
+            (1, 2, 109, True),
+        ]:
+            if rank is None:
+                screen.console.lose(0)
+            else:
+                moved = replace(event("progress", rank=rank, **{**PROGRESS, "step": step}), generation=generation)
+                screen.console.progress(replace(moved, data={**moved.data, "is_lead": is_lead}))
+            screen.wait(1.0)
+            shown.append(int(screen.rows()[-1].partition("/")[0].removeprefix("step ")))
+        assert shown == [90, 100, 100, 101, 101, 103, 103, 109]
+
+    def test_shares_are_those_of_workers_that_are_there(self):
+        rows = {0: {**PROGRESS, "wait": 0.9, "is_lost": True}, 1: {**PROGRESS, "wait": 0.1}}
+        assert "wait 10%" in progress_text(rows)
 
     def test_the_last_progress_stays_if_nobody_is_left(self):
         screen = Screen(1, is_tty=True)

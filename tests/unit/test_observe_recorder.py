@@ -79,6 +79,19 @@ class TestRecorder:
         recorder.close()
         assert 4 <= len(received(read_fd)) <= 7
 
+    def test_a_worker_that_becomes_the_lead_speaks_up_at_once(self, pipe):
+        read_fd, write_fd = pipe
+        clock = Clock()
+        recorder = Recorder(None, 1, 2, write_fd, clock=clock)
+        recorder.step(make_step(1))
+        recorder.enter(1, 1, is_lead=True)
+        clock.now += PROGRESS_SECONDS + 0.01
+        recorder.step(make_step(2))
+        first, second = received(read_fd)
+        assert [first.data["is_lead"], first.generation, first.data["workers"]] == [False, 0, 2]
+        assert [second.data["is_lead"], second.generation, second.data["workers"]] == [True, 1, 1]
+        recorder.close()
+
     def test_a_loss_that_is_not_a_number_reaches_the_launcher(self, pipe):
         read_fd, write_fd = pipe
         recorder = Recorder(None, 0, 1, write_fd)

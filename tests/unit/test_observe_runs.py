@@ -8,9 +8,10 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from observing import Home, make_step, make_steps, write_metrics
+from observing import Home, event, make_step, make_steps, write_metrics
 
 from shoal.observe import folder, ps, runs
+from shoal.observe.journal import Journal
 from shoal.spec.errors import UserError
 
 
@@ -246,3 +247,24 @@ class TestElasticRuns:
             (row,) = ps.list_rows(home.path, 1e9)
             assert (row.run.min_workers, row.run.max_workers) == (2, 8)
             assert ps.table([row], 200).splitlines()[1].split()[:5] == [run.name, "running", "3", "of", "2:8"]
+
+    def test_the_step_is_that_of_whoever_is_furthest(self, home):
+        """Worker 0 was replaced, and is not back yet."""
+        path = home.add_ended(num_workers=1, min_workers=1, max_workers=3)
+        write_metrics(path, {0: make_steps(3), 2: make_steps(9)})
+        (row,) = ps.list_rows(home.path, 1e9)
+        assert row.step == 10
+
+    def test_json_has_the_members(self, home):
+        path = home.add_ended(num_workers=2, min_workers=1, max_workers=3)
+        with Journal(os.path.join(path, "journal.jsonl")) as log:
+            log.write(event("world", generation=0, members=["0.0", "1.0"], joined=[]))
+            log.write(event("world", generation=1, members=["1.0", "0.1"], joined=["0.1"]))
+            log.write(event("checkpoint_saved", path="world"))
+        (row,) = json.loads(ps.to_json(ps.list_rows(home.path, 1e9)))
+        assert row["members"] == ["1.0", "0.1"]
+        assert [row["num_workers"], row["min_workers"], row["max_workers"]] == [2, 1, 3]
+
+    def test_a_run_of_fixed_size_has_no_members(self, home):
+        home.add_ended()
+        assert json.loads(ps.to_json(ps.list_rows(home.path, 1e9)))[0]["members"] is None

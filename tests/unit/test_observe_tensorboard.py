@@ -43,6 +43,13 @@ def test_a_step_is_written_once_all_ranks_have_it(tmp_path):
     assert [step for step, _ in read_scalars(tmp_path)["train/loss"]] == [1, 2, 3, 4, 5]
 
 
+def test_a_worker_that_is_gone_is_not_waited_for(tmp_path):
+    live = TensorBoardExport(str(tmp_path))
+    write_metrics(str(tmp_path), {0: make_steps(1000), 1: make_steps(10)})
+    assert live.poll() == 1000
+    live.close()
+
+
 def test_it_follows_in_the_background(tmp_path):
     with TensorBoardExport(str(tmp_path)):
         write_metrics(str(tmp_path), {0: make_steps(2)})

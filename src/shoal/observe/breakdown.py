@@ -1,9 +1,12 @@
 """Where the time of a run went, and who was waited for. Pure: metrics in, numbers out."""
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shoal.spec.event import StepMetrics
+from shoal.observe.turns import Turn, merge_turns, step_seconds
+from shoal.spec.event import Event, StepMetrics
 
 MAX_WARMUP_STEPS = 20
 
@@ -54,8 +57,10 @@ class RankTimes:
 class Breakdown:
     """Where the time of a run went. Warm-up is counted apart: the first steps pay for things that happen once.
 
-    `slowest` is the rank with the longest own part per step, None with a single rank. `samples_per_second` is over
-    the wall time from the end of warm-up to the last step, pauses between steps included.
+    Every step that counts is counted once, whoever took part in it. `ranks` is about all of them; `compared` only
+    about those steps that the most common set of workers took together, because with fewer workers each has more to
+    do. `slowest` is the one of `compared` with the longest own part per step, None with a single rank.
+    `samples_per_second` is over the wall time from the end of warm-up to the last step, pauses included.
     """
 
     num_steps: int
@@ -67,6 +72,7 @@ class Breakdown:
     samples_per_second: float
     shares: Shares
     ranks: tuple[RankTimes, ...]
+    compared: tuple[RankTimes, ...]
     slowest: int | None
     first_loss: float | None = None
     last_loss: float | None = None
@@ -74,33 +80,44 @@ class Breakdown:
     first_bad_step: int | None = None
 
 
-def break_down(metrics: Mapping[int, Sequence[StepMetrics]]) -> Breakdown | None:
+def break_down(metrics: Mapping[int, Sequence[StepMetrics]], events: Iterable[Event] = ()) -> Breakdown | None:
     """The breakdown of the metrics of all ranks; None where no step was recorded.
 
-    Costs about a second for a million lines.
+    `events` say when the World changed, and when the run went back to a checkpoint. Costs about two seconds
+    for a million lines.
     """
-    metrics = {rank: steps for rank, steps in sorted(metrics.items()) if steps}
-    if not metrics:
+    events = list(events)
+    return break_down_turns(merge_turns(metrics, events), changes_in(events))
+
+
+def break_down_turns(turns: Sequence[Turn], changes: Sequence[float] = ()) -> Breakdown | None:
+    """The same from turns, those that count; `changes` are the times at which the World changed."""
+    turns = [turn for turn in turns if not turn.is_undone]
+    if changes:
+        turns = [_undisturbed(turn, changes) for turn in turns]
+    if not turns:
         return None
-    lead = next(iter(metrics.values()))
-    seconds = [step_seconds(step) for step in lead]
+    lead = [turn.lead for turn in turns]
+    seconds = [step_seconds(row) for row in lead]
     warmup = count_warmup(seconds)
-    steady = {rank: steps[warmup:] or steps[-1:] for rank, steps in metrics.items()}
-    ranks = tuple(_with_waits([_rank_times(rank, steps) for rank, steps in steady.items()], steady, metrics))
+    steady = turns[warmup:]
+    ranks = _all_rank_times(steady, turns)
+    compared = _all_rank_times(_most_common(steady), turns) if len({*map(_workers, steady)}) > 1 else ranks
     ordered = sorted(seconds[warmup:])
     wall = lead[-1].time - lead[warmup].time + seconds[warmup]
-    bad = [step.step for step in lead if not _is_finite(step.loss)]
+    bad = [row.step for row in lead if not _is_finite(row.loss)]
     return Breakdown(
-        num_steps=len(lead),
+        num_steps=len(turns),
         warmup_steps=warmup,
         warmup_seconds=sum(seconds[:warmup]),
         wall_seconds=wall,
         step_median_seconds=ordered[len(ordered) // 2],
         step_p99_seconds=ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
-        samples_per_second=sum(step.global_samples for step in steady[min(steady)]) / wall if wall > 0 else 0.0,
+        samples_per_second=sum(row.global_samples for row in lead[warmup:]) / wall if wall > 0 else 0.0,
         shares=_mean_shares(ranks),
         ranks=ranks,
-        slowest=max(ranks, key=lambda times: times.own_seconds).rank if len(ranks) > 1 else None,
+        compared=compared,
+        slowest=max(compared, key=lambda times: times.own_seconds).rank if len(compared) > 1 else None,
         first_loss=lead[0].loss,
         last_loss=lead[-1].loss,
         num_bad_losses=len(bad),
@@ -108,9 +125,32 @@ def break_down(metrics: Mapping[int, Sequence[StepMetrics]]) -> Breakdown | None
     )
 
 
-def step_seconds(step: StepMetrics) -> float:
-    """How long a step took on the rank that measured it."""
-    return step.compute + step.communicate + step.wait + step.load + step.other
+def changes_in(events: Iterable[Event]) -> list[float]:
+    """When the World changed, the first one aside, in order."""
+    return sorted(event.time for event in events if event.kind == "world" and event.data.get("generation") != 0)
+
+
+def is_disturbed(start: float, end: float, changes: Sequence[float]) -> bool:
+    """Whether the World changed between `start` and `end`."""
+    index = bisect(changes, start)
+    return index < len(changes) and changes[index] <= end
+
+
+def _undisturbed(turn: Turn, changes: Sequence[float]) -> Turn:
+    """A turn without what was lost in it when the World changed: an attempt that failed, and finding together."""
+    if not is_disturbed(turn.end - turn.seconds, turn.end, changes):
+        return turn
+    return Turn(turn.step, {worker: replace(row, other=0.0) for worker, row in turn.metrics.items()})
+
+
+def _workers(turn: Turn) -> frozenset[int]:
+    return frozenset(turn.metrics)
+
+
+def _most_common(turns: Sequence[Turn]) -> list[Turn]:
+    """The turns of those workers who were together most: only in them all had the same conditions."""
+    usual, _ = Counter(map(_workers, turns)).most_common(1)[0]
+    return [turn for turn in turns if turn.metrics.keys() == usual]
 
 
 def count_warmup(seconds: Sequence[float]) -> int:
@@ -157,9 +197,17 @@ def _rank_times(rank: int, steps: Sequence[StepMetrics]) -> RankTimes:
     )
 
 
+def _all_rank_times(turns: Sequence[Turn], all_turns: Sequence[Turn]) -> tuple[RankTimes, ...]:
+    rows: dict[int, list[StepMetrics]] = {}
+    for turn in turns:
+        for worker, row in turn.metrics.items():
+            rows.setdefault(worker, []).append(row)
+    return tuple(_with_waits([_rank_times(worker, rows[worker]) for worker in sorted(rows)], rows, all_turns[0]))
+
+
 def _with_waits(
-    times: list[RankTimes], steady: Mapping[int, Sequence[StepMetrics]], metrics: Mapping[int, Sequence[StepMetrics]]
-) -> list[RankTimes]:
+    times: list[RankTimes], steady: Mapping[int, Sequence[StepMetrics]], first: Turn
+) -> Iterable[RankTimes]:
     counts: dict[int, int] = {}
     seconds: dict[int, float] = {}
     for rank, steps in steady.items():
@@ -168,21 +216,22 @@ def _with_waits(
             if last is not None and last != rank:
                 counts[last] = counts.get(last, 0) + 1
                 seconds[last] = seconds.get(last, 0.0) + step.wait
-    arrivals = {rank: _first_arrival(steps[0]) for rank, steps in metrics.items()}
+    # Who was not there in the first step came later, but nobody waited for it.
+    arrivals = {rank: _arrival(step) for rank, step in first.metrics.items()}
     earliest = min(arrivals.values())
     return [
         replace(
             one,
             num_waited_for=counts.get(one.rank, 0),
             waited_seconds=seconds.get(one.rank, 0.0),
-            start_delay_seconds=arrivals[one.rank] - earliest,
+            start_delay_seconds=arrivals.get(one.rank, earliest) - earliest,
         )
         for one in times
     ]
 
 
-def _first_arrival(step: StepMetrics) -> float:
-    """When a rank was done with its own part of its first step: what it then waited is not its delay."""
+def _arrival(step: StepMetrics) -> float:
+    """When a rank was done with its own part of a step: what it then waited is not its delay."""
     return step.time - step.wait - step.communicate
 
 

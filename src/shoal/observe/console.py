@@ -87,11 +87,11 @@ class Console:
             self._fold.begin()
 
     def lose(self, rank: int) -> None:
-        """A worker has ended and the others go on: what it did last is not the progress of the run."""
+        """A worker has ended and the others go on: what it did last is soon not the progress of the run."""
         with self._lock:
             self.end(rank)
-            if len(self._progress) > 1:
-                self._progress.pop(rank, None)
+            if rank in self._progress:
+                self._progress[rank]["is_lost"] = True
 
     def end(self, rank: int) -> None:
         """A worker has ended: print what it left without a newline, and wait for its lines no longer."""
@@ -112,7 +112,7 @@ class Console:
     def progress(self, event: Event) -> None:
         """Take the newest progress of one rank; it is drawn now or with the next tick."""
         with self._lock:
-            self._progress[event.rank or 0] = {"step": event.step, **event.data}
+            self._progress[event.rank or 0] = {"step": event.step, "generation": event.generation, **event.data}
             self._is_progress_new = True
             self._draw_if_due()
 

@@ -25,7 +25,7 @@ def diagnose(breakdown: Breakdown | None, events: Sequence[Event] = ()) -> list[
 
 def input_bound(breakdown: Breakdown) -> Iterable[Finding]:
     """All ranks wait for data."""
-    loads = sorted(times.load_seconds for times in breakdown.ranks)
+    loads = sorted(times.load_seconds for times in breakdown.compared)
     gain = loads[len(loads) // 2] / longest_step(breakdown)
     if gain >= WORTH_SAYING:
         yield Finding(
@@ -39,8 +39,8 @@ def input_bound(breakdown: Breakdown) -> Iterable[Finding]:
 
 def communication_bound(breakdown: Breakdown) -> Iterable[Finding]:
     """Moving gradients takes a large part of each step."""
-    share = min((times.shares.communicate for times in breakdown.ranks), default=0.0)
-    if len(breakdown.ranks) > 1 and share >= COMMUNICATION_BOUND:
+    share = min((times.shares.communicate for times in breakdown.compared), default=0.0)
+    if len(breakdown.compared) > 1 and share >= COMMUNICATION_BOUND:
         yield Finding(
             kind="communication_bound",
             what=f"Moving and summing gradients takes {percent(share)} of a step.",
@@ -52,10 +52,10 @@ def communication_bound(breakdown: Breakdown) -> Iterable[Finding]:
 
 def uneven_steps(breakdown: Breakdown) -> Iterable[Finding]:
     """Ranks take turns in being late: nobody is slow, yet everybody waits."""
-    if len(breakdown.ranks) < 2:
+    if len(breakdown.compared) < 2:
         return
-    wait = min(times.shares.wait for times in breakdown.ranks)
-    own = max(times.own_seconds for times in breakdown.ranks)
+    wait = min(times.shares.wait for times in breakdown.compared)
+    own = max(times.own_seconds for times in breakdown.compared)
     if wait < WORTH_SAYING:
         return
     what = f"Every rank waits {percent(wait)} of the time or more, but not for the same one."
@@ -79,7 +79,7 @@ def uneven_steps(breakdown: Breakdown) -> Iterable[Finding]:
 
 def much_else(breakdown: Breakdown) -> Iterable[Finding]:
     """Time that is neither computing nor moving nor waiting."""
-    share = min((times.shares.other for times in breakdown.ranks), default=0.0)
+    share = min((times.shares.other for times in breakdown.compared), default=0.0)
     if share >= MUCH_ELSE:
         yield Finding(
             kind="much_else",
@@ -92,9 +92,9 @@ def much_else(breakdown: Breakdown) -> Iterable[Finding]:
 
 def late_start(breakdown: Breakdown) -> Iterable[Finding]:
     """A rank came late to its first step; that is paid once."""
-    if len(breakdown.ranks) < 2:
+    if len(breakdown.compared) < 2:
         return
-    late = max(breakdown.ranks, key=lambda times: times.start_delay_seconds)
+    late = max(breakdown.compared, key=lambda times: times.start_delay_seconds)
     if late.start_delay_seconds >= 1.0:
         yield Finding(
             kind="late_start",
@@ -143,7 +143,7 @@ def _too_many_threads(breakdown: Breakdown, events: Sequence[Event]) -> Iterable
     told = (event.data for event in events if event.kind in ("run_started", "settings"))
     facts = {name: value for data in told for name, value in data.items()}
     threads, cores = _setting(facts.get("threads")), _setting(facts.get("num_cores"))
-    workers = len(breakdown.ranks)
+    workers = len(breakdown.compared)
     if not threads or not cores or workers * threads <= cores:
         return
     yield Finding(
@@ -164,7 +164,7 @@ def _healthy(breakdown: Breakdown) -> Finding:
     return Finding(
         kind="healthy",
         what=f"Nothing stands out: {percent(breakdown.shares.compute)} of the time is computing.",
-        change="" if len(breakdown.ranks) > 1 else "more workers or threads are what is left to try: `-n auto`",
+        change="" if len(breakdown.compared) > 1 else "more workers or threads are what is left to try: `-n auto`",
     )
 
 

@@ -6,18 +6,21 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from shoal.observe import journal
-from shoal.observe.breakdown import Breakdown, break_down
+from shoal.observe.breakdown import Breakdown, break_down_turns, changes_in
 from shoal.observe.clean import clean, one_line
 from shoal.observe.diagnose import diagnose
 from shoal.observe.finding import Finding
+from shoal.observe.history import History, tell_history
 from shoal.observe.metrics import MetricsReader
 from shoal.observe.runs import RunInfo, find_run, list_logs, read_run
+from shoal.observe.turns import merge_turns
 from shoal.spec.errors import UserError
 from shoal.spec.event import Event
 
 # Kinds that other parts of an explanation tell.
 _TOLD_ELSEWHERE = frozenset(
     {"progress", "settings", "error", "run_started", "worker_started", "worker_exited", "run_ended"}
+    | {"world", "worker_lost", "worker_joined"}
 )
 MAX_NOTES = 12
 
@@ -60,13 +63,15 @@ class Cause:
 class Explanation:
     """All that can be said about a run. `seconds` is None where its end is not known.
 
-    `exits` holds the exit code of each rank that reported one, `log_bytes` the size of each rank's log, and
-    `num_damaged` counts lines of journal and metrics that could not be read.
+    `history` is None where the run is not elastic. `exits` holds the exit code of each rank that reported one,
+    `log_bytes` the size of each rank's log, and `num_damaged` counts lines of journal and metrics that could not be
+    read.
     """
 
     run: RunInfo
     seconds: float | None
     breakdown: Breakdown | None
+    history: History | None
     findings: tuple[Finding, ...] = ()
     settings: tuple[Setting, ...] = ()
     notes: tuple[Note, ...] = ()
@@ -99,13 +104,15 @@ def explain(run_dir: str) -> Explanation:
     steps = reader.read_new()
     # A folder that a run went on in holds the story of every attempt; `created` is the start of the newest.
     events = [event for event in events if event.time >= run.created]
-    breakdown = break_down(
-        {rank: [step for step in rows if step.time >= run.created] for rank, rows in steps.items()}
+    turns = merge_turns(
+        {rank: [step for step in rows if step.time >= run.created] for rank, rows in steps.items()}, events
     )
+    breakdown = break_down_turns(turns, changes_in(events))
     return Explanation(
         run=run,
         seconds=_seconds(run, events),
         breakdown=breakdown,
+        history=tell_history(events, turns),
         findings=tuple(diagnose(breakdown, events)),
         settings=find_settings(events),
         notes=find_notes(events),

@@ -1,9 +1,11 @@
 """`shoal ps`: the runs there are, one a line."""
 
+import contextlib
 import json
+import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
@@ -18,12 +20,16 @@ _TITLES = ("RUN", "STATUS", "WORKERS", "TIME", "STEP", "LOSS", "COMMAND")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One run as it is listed. `step` is how many steps rank 0 has done, `loss` its newest; None where unknown."""
+    """One run as it is listed. `step` is how many steps are done, `loss` the newest; None where unknown.
+
+    `members` are those of the newest World of an elastic run, as WORKER.INCARNATION.
+    """
 
     run: RunInfo
     seconds: float | None
     step: int | None
     loss: float | None
+    members: tuple[str, ...] | None = None
 
 
 def list_rows(home: str, now: float) -> list[Row]:
@@ -33,21 +39,47 @@ def list_rows(home: str, now: float) -> list[Row]:
 
 def _row(run: RunInfo, now: float) -> Row:
     ended = now if run.status == "running" else run.ended
-    step, loss = newest_step(run.path)
-    return Row(run=run, seconds=None if ended is None else max(0.0, ended - run.created), step=step, loss=loss)
+    is_elastic = run.max_workers is not None
+    workers = range(run.max_workers or 1)
+    step, loss = newest_step(run.path, workers)
+    return Row(
+        run=run,
+        seconds=None if ended is None else max(0.0, ended - run.created),
+        step=step,
+        loss=loss,
+        members=newest_members(run.path) if is_elastic else None,
+    )
 
 
-def newest_step(run_dir: str) -> tuple[int | None, float | None]:
-    """Steps done and loss, from the last whole line that rank 0 wrote; cost does not grow with the file."""
+def newest_step(run_dir: str, workers: Iterable[int] = (0,)) -> tuple[int | None, float | None]:
+    """Steps done and loss, from the newest whole line of any of the workers; cost does not grow with the files."""
     # Not through `metrics`, which imports msgspec: this must stay as cheap as the rest of `shoal ps`.
-    lines, _ = last_lines(os.path.join(run_dir, "metrics-0.jsonl"), 2, block_bytes=2048)
+    newest = max((_last_step(run_dir, worker) for worker in workers), key=lambda each: each[0], default=_NO_STEP)
+    return newest[1], newest[2]
+
+
+_NO_STEP: tuple[float, int | None, float | None] = (-math.inf, None, None)
+
+
+def _last_step(run_dir: str, worker: int) -> tuple[float, int | None, float | None]:
+    lines, _ = last_lines(os.path.join(run_dir, f"metrics-{worker}.jsonl"), 2, block_bytes=2048)
     for line in reversed(lines.split(b"\n")):
         try:
             data = json.loads(line)
-            return int(data["step"]) + 1, float(data["loss"])
-        except (ValueError, KeyError, TypeError, RecursionError):
+            return float(data.get("time", 0.0)), int(data["step"]) + 1, float(data["loss"])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
-    return None, None
+    return _NO_STEP
+
+
+def newest_members(run_dir: str, num_lines: int = 200) -> tuple[str, ...] | None:
+    """Who is in the newest World that the end of the journal tells of; None where it tells of none."""
+    lines, _ = last_lines(os.path.join(run_dir, "journal.jsonl"), num_lines)
+    for line in reversed(lines.split(b"\n")):
+        if b'"world"' in line:
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                return tuple(str(member) for member in json.loads(line)["data"]["members"])
+    return None
 
 
 def table(rows: Sequence[Row], width: int) -> str:
@@ -89,7 +121,7 @@ def _plain(row: Row) -> dict[str, Any]:
     loss = row.loss if row.loss is None or row.loss - row.loss == 0 else str(row.loss)
     facts = asdict(row.run)
     del facts["facts"]
-    return {**facts, "seconds": row.seconds, "step": row.step, "loss": loss}
+    return {**facts, "seconds": row.seconds, "step": row.step, "loss": loss, "members": row.members}
 
 
 def print_runs(home: str, stream: TextIO, *, as_json: bool, show_all: bool, width: int) -> int:

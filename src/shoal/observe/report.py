@@ -30,6 +30,8 @@ def write_report(explanation: "Explanation", width: int = 80, *, is_ascii: bool 
         lines += _section("why it failed", _cause(explanation.cause, width))
     if explanation.breakdown:
         lines += _section("where the time went", _times(explanation.breakdown, width, is_ascii))
+    if explanation.history:
+        lines += _section("who took part", _history(explanation, width, is_ascii))
     if explanation.findings:
         lines += _section("what to change", _findings(explanation.findings, width))
     lines += _section("worth knowing", _notes(explanation, width))
@@ -108,6 +110,7 @@ def _times(breakdown: Breakdown, width: int, is_ascii: bool) -> Iterator[str]:
     if len(breakdown.ranks) > 1:
         yield from _rank_rows(breakdown, bar, marks)
         yield ""
+    if breakdown.slowest is not None:
         yield from _wrapped(_slowest(breakdown), width - 2)
 
 
@@ -121,13 +124,13 @@ def _rank_rows(breakdown: Breakdown, bar: int, marks: dict[str, str]) -> Iterato
 
 
 def _slowest(breakdown: Breakdown) -> str:
-    slow = next(times for times in breakdown.ranks if times.rank == breakdown.slowest)
-    typical = median([times.own_seconds for times in breakdown.ranks if times.rank != slow.rank])
+    slow = next(times for times in breakdown.compared if times.rank == breakdown.slowest)
+    typical = median([times.own_seconds for times in breakdown.compared if times.rank != slow.rank])
     excess = slow.own_seconds / typical - 1 if typical > 0 else 0.0
     if excess < WORTH_SAYING:
         return f"no rank stands out: all need about {ms(slow.own_seconds)} for their own part of a step"
     text = f"slowest: rank {slow.rank}, {ms(slow.own_seconds)} for its own part of a step; others {ms(typical)}"
-    named = sum(times.num_waited_for for times in breakdown.ranks)
+    named = sum(times.num_waited_for for times in breakdown.compared)
     return text + (f"; it was the last to arrive in {percent(slow.num_waited_for / named)} of waits" if named else "")
 
 
@@ -143,6 +146,16 @@ def _bar(shares: Shares, bar: int, marks: dict[str, str]) -> str:
         end += getattr(shares, part) * bar
         text += marks[part] * (round(end) - len(text))
     return text.ljust(bar)
+
+
+def _history(explanation: "Explanation", width: int, is_ascii: bool) -> Iterator[str]:
+    from shoal.observe.history_text import write_history
+
+    assert explanation.history is not None
+    start = explanation.run.created
+    end = start + (explanation.seconds or 0.0)
+    for line in write_history(explanation.history, start, end, width, is_ascii=is_ascii):
+        yield line if len(line) <= width - 2 else fit(line, width - 2)
 
 
 def _findings(findings: Iterable[Finding], width: int) -> Iterator[str]:

@@ -13,12 +13,12 @@ _SHORT = {"communicate": "comm"}
 def progress_text(latest: Mapping[int, Mapping[str, Any]], width: int | None = None) -> str:
     """One line about a run from the newest progress of each rank; at most `width` columns.
 
-    Step, loss and speed are those of the lowest rank; shares of time are the mean over ranks, because a rank that is
-    waited for does not wait itself. Where the width does not suffice, what matters least goes first.
+    Step, loss and speed are those of the lead; shares of time are the mean over ranks, because a rank that is waited
+    for does not wait itself. Where the width does not suffice, what matters least goes first.
     """
     if not latest:
         return ""
-    parts = _parts(latest[min(latest)], _mean_shares(latest))
+    parts = _parts(latest[find_lead(latest)], _mean_shares(latest))
     text = _join(parts)
     if width is None:
         return text
@@ -28,6 +28,21 @@ def progress_text(latest: Mapping[int, Mapping[str, Any]], width: int | None = N
         parts[name] = shorter
         text = _join(parts)
     return fit(text, width)
+
+
+def find_lead(latest: Mapping[int, Mapping[str, Any]]) -> int:
+    """The rank whose progress is that of the run.
+
+    It is the lead of the newest World. If that is lost, what it said last counts until somebody is further, or in a
+    newer World: others speak less often, and the run would seem to go back.
+    """
+
+    def rating(rank: int) -> tuple[bool, float, float, int]:
+        data = latest[rank]
+        is_lead = bool(data.get("is_lead", rank == min(latest))) and not data.get("is_lost")
+        return is_lead, data.get("generation") or 0, data.get("step") or 0, -rank
+
+    return max(latest, key=rating)
 
 
 def _parts(data: Mapping[str, Any], shares: dict[str, float]) -> dict[str, str]:
@@ -78,6 +93,7 @@ def _join(parts: dict[str, str]) -> str:
 
 def _mean_shares(latest: Mapping[int, Mapping[str, Any]]) -> dict[str, float]:
     rows = [data for data in latest.values() if data.get("compute") is not None]
+    rows = [data for data in rows if not data.get("is_lost")] or rows
     return {name: sum(float(row.get(name, 0.0)) for row in rows) / len(rows) for name in SHARES} if rows else {}
 
 

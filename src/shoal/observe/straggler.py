@@ -8,16 +8,16 @@ from shoal.observe.finding import WORTH_SAYING, Finding, ms, percent
 
 def longest_step(breakdown: Breakdown) -> float:
     """The mean seconds of a step on the rank where it is longest."""
-    return max((times.step_seconds for times in breakdown.ranks), default=0.0) or 1e-9
+    return max((times.step_seconds for times in breakdown.compared), default=0.0) or 1e-9
 
 
 def _others(breakdown: Breakdown, slow: RankTimes, value: Callable[[RankTimes], float]) -> float:
-    return median([value(times) for times in breakdown.ranks if times.rank != slow.rank])
+    return median([value(times) for times in breakdown.compared if times.rank != slow.rank])
 
 
 def slow_rank(breakdown: Breakdown) -> Iterable[Finding]:
     """One rank is longer at its own part than the others, who wait for it."""
-    slow = next((times for times in breakdown.ranks if times.rank == breakdown.slowest), None)
+    slow = next((times for times in breakdown.compared if times.rank == breakdown.slowest), None)
     if slow is None:
         return
     step = longest_step(breakdown)
@@ -69,12 +69,12 @@ def _slow_compute(breakdown: Breakdown, slow: RankTimes, ratio: float, excess: f
 def _balanced_gain(breakdown: Breakdown) -> float:
     """The part of a step saved if each rank had samples in proportion to its speed."""
     speeds = [
-        1 / times.compute_seconds_per_sample for times in breakdown.ranks if times.compute_seconds_per_sample > 0
+        1 / times.compute_seconds_per_sample for times in breakdown.compared if times.compute_seconds_per_sample > 0
     ]
     if not speeds:
         return 0.0
-    samples = sum(times.samples_per_step for times in breakdown.ranks)
-    longest = max(times.compute_seconds for times in breakdown.ranks)
+    samples = sum(times.samples_per_step for times in breakdown.compared)
+    longest = max(times.compute_seconds for times in breakdown.compared)
     return max(0.0, (longest - samples / sum(speeds)) / longest_step(breakdown))
 
 

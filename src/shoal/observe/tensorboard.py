@@ -6,27 +6,30 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
-from shoal.observe.breakdown import step_seconds
 from shoal.observe.metrics import MetricsReader
+from shoal.observe.turns import step_seconds
 from shoal.spec.errors import UserError
 from shoal.spec.event import StepMetrics
 
 POLL_SECONDS = 2.0
+AWAY_SECONDS = 5.0
+"""A worker whose newest step is so much older than that of others is not there any more, or not yet again."""
 _PARTS = ("compute", "communicate", "wait", "load", "other")
 
 
 class TensorBoardExport:
     """Follows the metrics of a run and writes them to its `tensorboard/` folder.
 
-    A step is written once all ranks that record have reached it, with shares of time as the mean over them. `start`
-    follows in a thread of its own, every two seconds; `close` writes the rest. Reads only files, so any process that
-    sees the run folder can do it, during the run or after. Raises UserError where TensorBoard is not installed.
+    A step is written once all ranks that are there have reached it, with shares of time as the mean over them.
+    `start` follows in a thread of its own, every two seconds; `close` writes the rest. Reads only files, so any process
+    that sees the run folder can do it, during the run or after. Raises UserError where TensorBoard is not installed.
     """
 
     def __init__(self, run_dir: str) -> None:
         self._writer = _open_writer(os.path.join(run_dir, "tensorboard"))
         self._reader = MetricsReader(run_dir)
         self._waiting: dict[int, deque[StepMetrics]] = {}
+        self._newest: dict[int, float] = {}
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -40,10 +43,16 @@ class TensorBoardExport:
         """Write what is new and complete; returns the number of steps."""
         for rank, steps in self._reader.read_new().items():
             self._waiting.setdefault(rank, deque()).extend(steps)
+            self._newest[rank] = steps[-1].time
         count = 0
-        while self._waiting and all(self._waiting.values()):
+        present = self._present()
+        while present and all(self._waiting[rank] for rank in present):
             count += self._write_next()
         return count
+
+    def _present(self) -> list[int]:
+        newest = max(self._newest.values(), default=0.0)
+        return [rank for rank, moment in self._newest.items() if moment > newest - AWAY_SECONDS]
 
     def close(self) -> None:
         """Write everything there is and close the files. Safe to call twice."""

@@ -1,0 +1,97 @@
+"""The metrics of all workers as one list of steps, each of which counts once. Pure.
+
+In an elastic run a worker's file has gaps (it was away, or died with its last half second unwritten), and where
+everybody was lost the run goes back to a checkpoint and steps are taken again.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import merge
+from operator import itemgetter
+
+from shoal.spec.event import Event, StepMetrics
+
+
+@dataclass(slots=True)
+class Turn:
+    """One step as it was taken once, by those whose metrics of it are known: worker -> metrics.
+
+    `is_undone`: the run went back to before it, and took the step again.
+    """
+
+    step: int
+    metrics: dict[int, StepMetrics] = field(default_factory=dict)
+    is_undone: bool = False
+
+    @property
+    def lead(self) -> StepMetrics:
+        """What is the same for all, from the lowest worker that is known."""
+        return self.metrics[min(self.metrics)] if len(self.metrics) > 1 else next(iter(self.metrics.values()))
+
+    @property
+    def end(self) -> float:
+        """When the first of them had it committed."""
+        return min(one.time for one in self.metrics.values())
+
+    @property
+    def seconds(self) -> float:
+        return step_seconds(self.lead)
+
+
+def step_seconds(step: StepMetrics) -> float:
+    """How long a step took on the rank that measured it."""
+    return step.compute + step.communicate + step.wait + step.load + step.other
+
+
+def merge_turns(metrics: Mapping[int, Sequence[StepMetrics]], events: Sequence[Event] = ()) -> list[Turn]:
+    """All turns in the order they were taken.
+
+    Workers run in lockstep, so metrics of one step stand together once all are sorted by time. A worker that is
+    already in a turn begins another: its script has a second trainer, or went back to a checkpoint. Which of the two
+    is told by events.
+    """
+    files = list(metrics.values())
+    numbers = [[row.step for row in steps] for steps in files]
+    if not any(map(_is_way_back, events)) and all(each == numbers[0] for each in numbers):
+        # Everybody took every step: this is how nearly all runs are, and the merge would be the slowest part.
+        return [Turn(rows[0].step, dict(zip(metrics, rows, strict=True))) for rows in zip(*files, strict=True)]
+    turns = _merge(metrics)
+    _mark_undone(turns, events)
+    return turns
+
+
+def _merge(metrics: Mapping[int, Sequence[StepMetrics]]) -> list[Turn]:
+    # The lines of one worker never change places, whatever its clock does.
+    timed = ([(row.time, worker, row) for row in steps] for worker, steps in metrics.items())
+    rows = merge(*timed, key=itemgetter(0))
+    turns: list[Turn] = []
+    newest: dict[int, Turn] = {}
+    ceiling = -1
+    for _, worker, row in rows:
+        turn = newest.get(row.step)
+        if turn is None or worker in turn.metrics:
+            if row.step <= ceiling:
+                # It has begun anew: nobody adds to what was before.
+                newest = {step: known for step, known in newest.items() if step < row.step}
+            ceiling = row.step
+            turn = newest[row.step] = Turn(row.step)
+            turns.append(turn)
+        turn.metrics[worker] = row
+    return turns
+
+
+def _mark_undone(turns: Sequence[Turn], events: Iterable[Event]) -> None:
+    """What was taken before the run went back, and taken again after it, does not count."""
+    for event in filter(_is_way_back, events):
+        back_to = event.step or 0
+        again = {turn.step for turn in turns if turn.end > event.time}
+        for turn in turns:
+            if turn.end <= event.time and turn.step >= back_to and turn.step in again:
+                turn.is_undone = True
+
+
+def _is_way_back(event: Event) -> bool:
+    """Whether workers went on from a checkpoint: they say so, or nobody in a later World has worked before."""
+    if event.kind == "world" and event.data.get("generation") != 0:
+        return event.data.get("members") == event.data.get("joined")
+    return event.kind == "resumed"
