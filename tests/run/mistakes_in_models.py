@@ -89,6 +89,7 @@ LOSSES = [
         act=lambda: fit(loss=after(3, lambda mean: mean * float("nan")), steps=8),
         error="The loss is nan for samples 4, 33, 6, 16 and 6 more (rank 0, shard 0).",
         do="lower the learning rate",
+        step=4,
     ),
     Mistake(
         did="the loss becomes infinite",

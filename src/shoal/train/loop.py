@@ -33,7 +33,7 @@ from shoal.train.parts import check_batch, check_parts
 from shoal.train.saving import say
 from shoal.train.settings import make_settings
 from shoal.train.skips import MOST_IN_A_ROW, Skips
-from shoal.train.sync.sync import Outcome, Row, Standing
+from shoal.train.sync.sync import Outcome, Row, Standing, Totals
 from shoal.train.sync.table import NotFinite
 from shoal.train.team import Subject, Team
 from shoal.train.traits import ChangingBuffers, seed_of
@@ -249,17 +249,17 @@ class Trainer:
         check_batch(batch, Batch)
         outcome: Outcome | NotFinite | None = None
         while outcome is None:
+            is_interrupted = False
             try:
                 outcome = self._attempt(batch)
                 self._course.conclude(outcome)
             except NotFinite as error:
-                if self.settings.not_finite == "error":
-                    raise
                 outcome = error
                 self._course.conclude(outcome)
             except MemberLost:
                 if not self._team.is_elastic:
                     raise
+                is_interrupted = True
                 self._course.give_up()
                 outcome = self._team.reform(self._course)
                 if outcome is None and self._course.feed is not None:  # it never happened: again, with other shards
@@ -267,7 +267,9 @@ class Trainer:
         if isinstance(outcome, NotFinite):
             return self._skip(batch.plan, outcome)
         self._record(batch, outcome, started, self._course.compute_seconds)
-        self._after_step(batch.plan, outcome)
+        self._save_in_time()
+        if not is_interrupted:  # else what the workers said to each other was about another World
+            self._agree_on_more(batch.plan, outcome.totals)
         return outcome.totals.loss
 
     def _attempt(self, batch: Batch) -> Outcome:
@@ -335,25 +337,29 @@ class Trainer:
         if self._faults is not None:
             self._faults.reach(point, self.place.step)
 
-    def _after_step(self, plan: StepPlan, outcome: Outcome) -> None:
-        """Shares, checkpoints, newcomers: all workers decide the same, each from the same numbers."""
-        totals = outcome.totals
-        if self.settings.balance and self.world_size > 1 and self.place.step % BALANCE_EVERY == 0:
-            self._course.rebalance(totals.seconds_per_sample)
+    def _save_in_time(self) -> None:
         every = self.settings.checkpoint_every
         if every and self.place.step % every == 0:
             self.save()
+
+    def _agree_on_more(self, plan: StepPlan, totals: Totals) -> None:
+        """Shares, repairs, newcomers, the end: all workers decide the same, each from the same numbers."""
+        if self.settings.balance and self.world_size > 1 and self.place.step % BALANCE_EVERY == 0:
+            self._course.rebalance(totals.seconds_per_sample)
         if self._measurement is not None:
             self._measurement.add(plan.count, totals.seconds_per_sample)
         if len(set(totals.checksums)) > 1:
             self._course.repair(totals.checksums)
         if totals.wish == STOP:
             self._end()
-        if totals.wish == HOLD and len(totals.seconds_per_sample) == self.world_size:
+        if totals.wish == HOLD:
             self._hold()
 
     def _skip(self, plan: StepPlan, error: NotFinite) -> float:
         """A step was left out, on all workers alike; after several in a row go back to the last checkpoint."""
+        error.at(step=plan.step)
+        if self.settings.not_finite == "error":
+            raise error
         self._recorder.event("step_skipped", plan.step, message=error.message, samples=list(error.samples))
         say(f"{error.render()}\n  now: the step is left out".replace("error:", "warning:", 1), self.rank)
         if self._skips.add(plan.step):
