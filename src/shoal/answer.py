@@ -1,4 +1,4 @@
-"""What a launcher does when it is asked for something while a run goes on: `shoal resize`, `shoal kill`."""
+"""What a launcher does when it is asked for something while a run goes on: `shoal resize`, `kill` and `stacks`."""
 
 import signal
 import time
@@ -11,12 +11,17 @@ from shoal.spec.event import Event
 if TYPE_CHECKING:
     from shoal.elastic_run import ElasticRun
     from shoal.engine.local import LocalEngine
+    from shoal.hanging import TakeStacks
 
 SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP, "TERM": signal.SIGTERM, "CONT": signal.SIGCONT}
 
 
 def answer(
-    request: Mapping[str, Any], engine: "LocalEngine", elastic: "ElasticRun | None", write: Callable[[Event], None]
+    request: Mapping[str, Any],
+    engine: "LocalEngine",
+    elastic: "ElasticRun | None",
+    write: Callable[[Event], None],
+    take_stacks: "TakeStacks",
 ) -> dict[str, Any]:
     """Do what is asked and say what was done; raises UserError where that cannot be."""
     verb = request.get("verb")
@@ -24,7 +29,16 @@ def answer(
         return _resize(_whole(request, "num_workers"), elastic)
     if verb == "kill":
         return _kill(_whole(request, "rank"), str(request.get("signal")), engine, elastic, write)
+    if verb == "stacks":
+        return _stacks(take_stacks)
     raise UserError(f"This launcher does not know the request {str(verb)[:40]!r}.", hint="is it of another version?")
+
+
+def _stacks(take_stacks: "TakeStacks") -> dict[str, Any]:
+    """Where in which file each worker wrote what it is doing. It may be long, so it is read from there."""
+    taken = take_stacks("`shoal stacks` asked").values()
+    keys = ("rank", "pid", "path", "begin", "why_none", "working_dir")
+    return {"stacks": [{key: getattr(stack, key) for key in keys} for stack in taken]}
 
 
 def _whole(request: Mapping[str, Any], name: str) -> int:

@@ -23,6 +23,7 @@ Train, tune and serve PyTorch models across the machines you have.
   shoal run -n 2:8 SCRIPT        the same with 2 to 8 workers, which may come and go
   shoal resize RUN -n 3          another number of workers, while it runs
   shoal kill RUN --rank 1        end one of them, to see what happens
+  shoal stacks RUN               where its workers are now, in your code
   shoal ps                       the runs there are
   shoal logs RUN                 what its workers printed
   shoal explain RUN              where the time went, who was slow, what to change
@@ -404,6 +405,22 @@ def kill(argv: list[str]) -> int:
     return 0
 
 
+def stacks(argv: list[str]) -> int:
+    """`shoal stacks`: show what the workers of a run are doing now."""
+    parser = _Parser("stacks", "Show where the workers of a run are now.", "RUN [--rank N] [--json]")
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--rank", metavar="N", action="append", default=[], help="only this rank; may be repeated")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    options = parser.parse_args(argv)
+    ranks = [_parse_count(text, "--rank") if text != "0" else 0 for text in options.rank]
+    facts = _ask_running(options.run, {"verb": "stacks"})
+    from shoal.hanging import read_stacks, tell_all
+
+    found = read_stacks(facts["stacks"], ranks)
+    _print_answer({"run": facts["run"], "stacks": [each.plain() for each in found]}, options.json, tell_all(found))
+    return 0
+
+
 def _ask_running(text: str, request: dict[str, Any]) -> dict[str, Any]:
     """Ask the launcher of a run that goes on; returns its answer with the name of the run."""
     from shoal.engine.env import shoal_home
@@ -437,6 +454,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "run": run,
     "resize": resize,
     "kill": kill,
+    "stacks": stacks,
     "ps": ps,
     "logs": logs,
     "explain": explain,

@@ -14,6 +14,8 @@ from shoal.elastic.coordinator import Coordinator
 from shoal.elastic.decision import Decision, Fail, Kill, Note, Start, Tell
 from shoal.engine.cause import EXIT_SECONDS, WINDOW_SECONDS, Evidence, Failure, find_failures
 from shoal.engine.local import LocalEngine
+from shoal.engine.stacks import Stack
+from shoal.hanging import tell_stack, tell_where
 from shoal.spec.errors import MemberLost, UserError
 from shoal.spec.event import Event
 from shoal.spec.job import WorkerExit, WorkerSpec
@@ -41,6 +43,7 @@ class Hooks:
     show: Callable[[str], None]
     began: Callable[[int], None]
     changed: Callable[[int], None]
+    take_stacks: Callable[[str], Mapping[int, Stack]] = lambda reason: {}
 
 
 class ElasticRun:
@@ -86,6 +89,8 @@ class ElasticRun:
         if event.kind == "error":
             self._errors[worker] = event
             return
+        if event.kind == "called" and worker in self._errors:
+            return  # a loop that an error ended is not over
         # What is not of the protocol comes from the user's own code, and must not end the run.
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
             self._decisions += self._coordinator.heard(worker, event.kind, event.data, time.monotonic())
@@ -199,12 +204,25 @@ class ElasticRun:
                 self._engine.kill(worker)
 
     def _note(self, note: Note) -> None:
+        if note.kind in ("worker_hung", "worker_frozen"):
+            self._accuse(note)
+            return
         self._write(note.kind, note.rank, note.data)
         worker = -1 if note.rank is None else note.rank
         is_back = self._incarnations.get(worker, 0) > 0
         text = tell(note, self.num_workers, f"({self._ends.get(worker, 'gone')}){self._what_then()}", is_back=is_back)
         if text and not (note.kind == "worker_joined" and note.data.get("id") in self._known):
             self._hooks.show(text)
+
+    def _accuse(self, note: Note) -> None:
+        """Somebody is about to be killed: see what everyone is doing while that can be seen."""
+        words = tell(note, self.num_workers, "", is_back=False)
+        stack = self._hooks.take_stacks(words).get(-1 if note.rank is None else note.rank)
+        self._write(note.kind, note.rank, {**note.data, **(stack.facts() if stack is not None else {})})
+        self._hooks.show(words)
+        if stack is not None:
+            self._hooks.show(tell_stack(stack))
+            self._hooks.show(tell_where(stack.path))
 
     def _what_then(self) -> str:
         if self._coordinator.world is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from shoal.answer import answer
 from shoal.engine.cause import Evidence, Failure, find_failures, should_stop
-from shoal.engine.entry import command_of
+from shoal.engine.entry import command_of, stacks_file
 from shoal.engine.env import RunFacts, inherited_env, worker_env
 from shoal.engine.local import Listener, LocalEngine
 from shoal.engine.machine import OutOfMemoryKills, out_of_memory_kills
@@ -26,6 +26,8 @@ from shoal.spec.job import Job, WorkerExit, WorkerSpec
 
 if TYPE_CHECKING:
     from shoal.elastic_run import ElasticRun
+    from shoal.engine.stacks import Stack
+    from shoal.hanging import HangWatch
     from shoal.observe.console import Console
     from shoal.observe.journal import Journal
     from shoal.observe.tensorboard import TensorBoardExport
@@ -78,6 +80,7 @@ class Watch:
         self._journal: Journal | None = None
         self._tensorboard: TensorBoardExport | None = None
         self._elastic: ElasticRun | None = None
+        self._hangs: HangWatch | None = None
         self._errors: list[Event] = []
         self._exits: dict[int, WorkerExit] = {}
         self._is_stuck = False
@@ -117,10 +120,11 @@ class Watch:
         return engine
 
     def _spec(self, crew: Crew, rank: int, incarnation: int = 0) -> WorkerSpec:
-        is_elastic = self._facts.min_workers is not None
+        is_elastic, stacks_path = self._facts.min_workers is not None, stacks_file(self._folder.path, rank)
+        entry = crew.entry_of(rank)
         return WorkerSpec(
             rank=rank,
-            command=command_of(crew.python, rank, crew.entry_of(rank), is_elastic=is_elastic),
+            command=command_of(crew.python, rank, entry, is_elastic=is_elastic, stacks_path=stacks_path),
             env=worker_env(crew.job, rank, self._facts, inherited_env(), incarnation),
             working_dir=crew.job.working_dir,
             log_path=self._log_path(rank),
@@ -148,6 +152,10 @@ class Watch:
         if self._facts.min_workers is not None:
             self._elastic = self._make_elastic(crew, engine, self._facts.min_workers)
             self._elastic.begin()
+        elif crew.num_workers > 1:
+            from shoal.hanging import HangWatch
+
+            self._hangs = HangWatch(self._folder.path, self._taker(engine), self._keep, self._note)
 
     def _make_elastic(self, crew: Crew, engine: LocalEngine, min_workers: int) -> "ElasticRun":
         from shoal.elastic_run import ElasticRun, Hooks
@@ -158,21 +166,32 @@ class Watch:
             show=self._note,
             began=self._begin_again,
             changed=self._resized,
+            take_stacks=self._taker(engine),
         )
         has_spare = wants_spare(crew.job.options) and crew.entry_of(0)[0] in ("script", "module")
         return ElasticRun(engine, min_workers, crew.num_workers, hooks, has_spare=has_spare)
 
+    def _taker(self, engine: LocalEngine) -> "Callable[[str], dict[int, Stack]]":
+        """How the stacks of all workers that run are had, with the reason for which they are wanted."""
+        from shoal.engine.stacks import take_stacks
+
+        working_dir = os.path.abspath(self._folder.facts["job"]["working_dir"])
+        return lambda reason: take_stacks(self._folder.path, engine.pids, reason, working_dir)
+
     def _follow(self, engine: LocalEngine, requests: RequestSocket) -> None:
         """Return when all workers have ended, or when the rest of them should be stopped."""
+        take_stacks = self._taker(engine)
         if requests.problem:
             self._note(requests.problem)
         while engine.pids or (self._elastic is not None and self._elastic.is_waiting):
             self._take(engine.poll(self._patience()))
-            requests.look(lambda request: answer(request, engine, self._elastic, self._keep))
+            requests.look(lambda request: answer(request, engine, self._elastic, self._keep, take_stacks))
             if self._elastic is not None:
                 self._elastic.look()
                 if self._elastic.failure is not None:
                     return
+            if self._hangs is not None:
+                self._hangs.look()
             if self._console is not None:
                 self._display(self._console.tick)
             if self._stops is not None and self._stops.requested:
@@ -244,11 +263,12 @@ class Watch:
                 self._elastic.hear(event)
             else:
                 self._errors.append(event)
-        elif event.kind == "progress":
-            if self._console is not None:
-                self._display(self._console.progress, event)
-        elif self._elastic is not None:
+        elif event.kind == "progress" and self._console is not None:
+            self._display(self._console.progress, event)
+        elif event.kind != "progress" and self._elastic is not None:
             self._elastic.hear(event)
+        if self._hangs is not None:
+            self._hangs.hear(event)
 
     def _note(self, text: str) -> None:
         if self._console is not None and self._console.is_tty:

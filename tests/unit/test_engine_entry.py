@@ -114,9 +114,9 @@ def test_the_command_of_a_worker() -> None:
     python, file, *rest = command_of("py", 3, ("script", "a.py", "x"))
     assert python == "py"
     assert Path(file).name == "worker.py"
-    assert rest == [CONTROL_FD, "", "3", "script", "a.py", "x"]
-    elastic = command_of("py", 3, ("script", "a.py"), is_elastic=True)
-    assert elastic[2:] == (CONTROL_FD, WORLD_FD, "3", "script", "a.py")
+    assert rest == [CONTROL_FD, "", "3", "", "script", "a.py", "x"]
+    elastic = command_of("py", 3, ("script", "a.py"), is_elastic=True, stacks_path="s/3.txt")
+    assert elastic[2:] == (CONTROL_FD, WORLD_FD, "3", "s/3.txt", "script", "a.py")
 
 
 def test_a_call_that_cannot_be_sent(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ LEVELS = (
     ("auto", "watch"),
     ("answer",),
     ("elastic_run",),
+    ("hanging",),
     ("train",),
     ("comm", "data", "checkpoint", "elastic", "observe", "engine"),
     ("spec", "version"),

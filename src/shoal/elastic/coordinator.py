@@ -229,7 +229,9 @@ class Coordinator:
         ids = self.world.ids if self.world is not None else ()
         living = [member_id for member_id in ids if self.state.process(member_id) is not None]
         decisions: list[Decision] = []
-        for suspect in self.detector.suspects(living, self._missing_since(), self._time.now):
+        are_stepping = self.calls.are_stepping(tuple(living))
+        missing, now = self._missing_since(), self._time.now
+        for suspect in self.detector.suspects(living, missing, now, are_stepping=are_stepping):
             decisions += self._end(suspect)
         outside = [process.id for process in self.state.processes.values() if process.id not in ids]
         is_ending = self.state.is_ending

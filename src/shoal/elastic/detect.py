@@ -7,11 +7,16 @@ lately, and peers wait for it longer than they usually do. It *hangs* if it beat
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from shoal.elastic.recent import FEW, Limit, Recent
+from shoal.elastic.recent import Limit, Recent
 
 BEAT_SECONDS = 0.25
 SILENCE_FLOOR, SILENCE_UNKNOWN = 1.25, 8.0
 HUNG_SECONDS, HUNG_STEPS = 10.0, 5.0
+HUNG_EARLY_SECONDS, HUNG_FIRST_SECONDS = 60.0, 600.0
+"""How long peers may wait while few steps are known, and before the first: preparing and compiling take long."""
+HUNG_ACTING_SECONDS = 120.0
+"""The same while they do something else than steps: one of them may be writing to a slow disk for all."""
+FEW_STEPS = 3
 FRESH_SECONDS = 1.0
 """A `waiting` is repeated four times a second while it lasts; one that is older has ended."""
 FIRST_SECONDS = 3.0
@@ -111,21 +116,18 @@ class Detector:
         for known in self.heard.values():
             known.said_at, known.step = float("-inf"), None
 
-    def hung_seconds(self) -> float:
-        """How long peers may wait for someone who beats. Unlimited while no steps are known: preparing takes long."""
-        if len(self.steps) < FEW:
-            return float("inf")
-        return max(HUNG_SECONDS, HUNG_STEPS * self.steps.quantile(0.99))
-
     def silence(self, member: str, now: float) -> float:
         """Seconds since the last beat; 0 of one that has not begun to beat."""
         known = self.heard.get(member)
         return now - known.beat_at if known else 0.0
 
-    def suspects(self, members: Sequence[str], missing_since: dict[str, float], now: float) -> list[Suspect]:
+    def suspects(
+        self, members: Sequence[str], missing_since: dict[str, float], now: float, *, are_stepping: bool = True
+    ) -> list[Suspect]:
         """Whom to end now. `missing_since` are members that a meeting has lacked since then."""
         complaints = self._complaints(members, missing_since, now)
-        accused = [self._judge(member, *complaints[member], now) for member in members if member in complaints]
+        limit = max(hung_seconds(self.steps), 0.0 if are_stepping else HUNG_ACTING_SECONDS)
+        accused = [self._judge(each, *complaints[each], now, limit) for each in members if each in complaints]
         frozen = [suspect for suspect in accused if suspect.is_frozen]
         return frozen or self._most_to_blame([s for s in accused if s.waited_seconds > s.limit_seconds], now)
 
@@ -145,7 +147,7 @@ class Detector:
                 found[member] = min(since, known.waits_since), (*by, waiter)
         return found
 
-    def _judge(self, member: str, since: float, by: tuple[str, ...], now: float) -> Suspect:
+    def _judge(self, member: str, since: float, by: tuple[str, ...], now: float, hung: float) -> Suspect:
         silent, limit = self.silence(member, now), self.gaps.seconds(now)
         is_frozen = silent > limit
         return Suspect(
@@ -153,7 +155,7 @@ class Detector:
             is_frozen=is_frozen,
             silent_seconds=silent,
             waited_seconds=now - since,
-            limit_seconds=limit if is_frozen else self.hung_seconds(),
+            limit_seconds=limit if is_frozen else hung,
             waited_by=by,
         )
 
@@ -165,6 +167,13 @@ class Detector:
     def _is_waiting(self, member: str, now: float) -> bool:
         known = self.heard.get(member)
         return known is not None and now - known.said_at <= FRESH_SECONDS and bool(known.waits_for)
+
+
+def hung_seconds(steps: Recent) -> float:
+    """How long peers may wait for someone who beats, given how long steps have taken lately."""
+    if len(steps) < FEW_STEPS:
+        return HUNG_EARLY_SECONDS if len(steps) else HUNG_FIRST_SECONDS
+    return max(HUNG_SECONDS, HUNG_STEPS * steps.quantile(0.99))
 
 
 def _weight(suspect: Suspect) -> tuple[int, float]:

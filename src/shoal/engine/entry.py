@@ -32,9 +32,16 @@ def entry_of(job: Job) -> tuple[str, ...]:
     return ("script", job.script or "", *job.args)
 
 
-def command_of(python: str, rank: int, entry: Sequence[str], *, is_elastic: bool = False) -> tuple[str, ...]:
+def command_of(
+    python: str, rank: int, entry: Sequence[str], *, is_elastic: bool = False, stacks_path: str = ""
+) -> tuple[str, ...]:
     """The command line of one worker. One of an elastic run is told who takes part."""
-    return (python, WORKER_FILE, CONTROL_FD, WORLD_FD if is_elastic else "", str(rank), *entry)
+    return (python, WORKER_FILE, CONTROL_FD, WORLD_FD if is_elastic else "", str(rank), stacks_path, *entry)
+
+
+def stacks_file(run_dir: str, rank: int) -> str:
+    """Where a worker writes its stacks when it is asked for them."""
+    return os.path.join(run_dir, "stacks", f"{rank}.txt")
 
 
 def find_python(name: str | None) -> str:

@@ -104,7 +104,7 @@ def become(worker: ModuleType, worker_file: str, order: dict[str, Any], fds: lis
 
 def is_shadowed(args: list[str]) -> bool:
     """Whether the script would have imported a file of its own in place of something that is imported here."""
-    _, kind, target, *_ = args
+    _, _, kind, target, *_ = args
     folder = os.path.dirname(os.path.realpath(target)) if kind == "script" else os.path.realpath(os.getcwd())
     try:
         names = os.listdir(folder)

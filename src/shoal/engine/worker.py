@@ -1,10 +1,10 @@
 """The first code of a worker: runs the user's program as `python` would, and tells the launcher how it failed.
 
-Run by path, as `python worker.py CONTROL_FD WORLD_FD RANK KIND TARGET ...`, and importing nothing of shoal:
+Run by path, as `python worker.py CONTROL_FD WORLD_FD RANK STACKS KIND TARGET ...`, and importing nothing of shoal:
 `--python` may name an interpreter that does not have it, and a `shoal.py` beside the user's script must not get in
-the way. WORLD_FD is empty where the run is not elastic. KIND says what TARGET is: `script` (a file), `module` (as
-with `python -m`), `program` (anything executable), or `call` (descriptors of a pickled call and of the file for its
-result).
+the way. WORLD_FD is empty where the run is not elastic. STACKS is the file for stacks, if they may be asked for. KIND
+says what TARGET is: `script` (a file), `module` (as with `python -m`), `program` (anything executable), or `call`
+(descriptors of a pickled call and of the file for its result).
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ if TYPE_CHECKING:
     from typing import Any
 
 SIGTERM = 15
+STACK_SIGNAL = 45
+"""SIGRTMIN + 11, which nothing we know of uses. On it, a worker writes down what all its threads are doing."""
 _LOADER: Any = type(globals()["__loader__"])
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__))
 
 
-def main(control_fd: str, world_fd: str, rank: str, kind: str, target: str, *args: str) -> None:
+def main(control_fd: str, world_fd: str, rank: str, stacks_path: str, kind: str, target: str, *args: str) -> None:
     """Run what the arguments say. An exception of the program is reported and becomes an exit code."""
     end_with_parent()
     control = Control(int(control_fd), int(rank))
     own_pipe("SHOAL_WORLD_FD", world_fd)
     faulthandler.enable()
+    show_stacks_when_asked(stacks_path)
     pid = os.getpid()
     try:
         RUN[kind](target, list(args))
@@ -43,6 +46,18 @@ def main(control_fd: str, world_fd: str, rank: str, kind: str, target: str, *arg
         if os.getpid() != pid:
             raise
         leave(control.report(error))
+
+
+def show_stacks_when_asked(path: str) -> None:
+    """Let the launcher see where we are, whatever we are doing. Where nothing can be written, it cannot."""
+    if not path:
+        return
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True)
+    except (OSError, ValueError, RuntimeError, AttributeError):  # a full disk, or a system without such signals
+        return
 
 
 def leave(code: int) -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from shoal.elastic.coordinator import Coordinator
 from shoal.elastic.decision import Kill, Note
-from shoal.elastic.detect import BEAT_SECONDS, Detector, OwnTime
-from shoal.elastic.recent import Limit, Patience
+from shoal.elastic.detect import BEAT_SECONDS, HUNG_FIRST_SECONDS, Detector, OwnTime, hung_seconds
+from shoal.elastic.recent import Limit, Patience, Recent
 
 MEMBERS = ["0.0", "1.0", "2.0", "3.0"]
 TICK = 0.1
@@ -108,11 +108,18 @@ def test_slow_steps_make_hanging_take_longer():
     detector = Detector()
     for beat in range(200):
         detector.beat("0.0", beat // 20, beat * BEAT_SECONDS)  # five seconds a step
-    assert detector.hung_seconds() == pytest.approx(25.0)
+    assert hung_seconds(detector.steps) == pytest.approx(25.0)
 
 
-def test_nobody_hangs_before_the_first_steps():
-    assert Detector().hung_seconds() == float("inf")
+def test_before_the_first_steps_much_is_forgiven():
+    assert hung_seconds(Recent()) == HUNG_FIRST_SECONDS
+
+
+def test_who_writes_to_a_slow_disk_does_not_hang():
+    detector, now = warmed_up(0.1)
+    now = complain(detector, now, {"1.0": ["0.0"], "2.0": ["0.0"]})
+    assert detector.suspects(MEMBERS, {}, now, are_stepping=False) == []
+    assert [suspect.id for suspect in detector.suspects(MEMBERS, {}, now)] == ["0.0"]
 
 
 def complain(detector: Detector, since: float, waits: dict[str, list[str]]) -> float:
