@@ -89,8 +89,6 @@ class ElasticRun:
         if event.kind == "error":
             self._errors[worker] = event
             return
-        if event.kind == "called" and worker in self._errors:
-            return  # a loop that an error ended is not over
         # What is not of the protocol comes from the user's own code, and must not end the run.
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
             self._decisions += self._coordinator.heard(worker, event.kind, event.data, time.monotonic())
@@ -222,6 +220,7 @@ class ElasticRun:
         self._hooks.show(words)
         if stack is not None:
             self._hooks.show(tell_stack(stack))
+        if stack is not None and stack.thread:
             self._hooks.show(tell_where(stack.path))
 
     def _what_then(self) -> str:

@@ -16,7 +16,7 @@ from shoal.engine.nursery import wants_spare
 from shoal.engine.ports import ReservedPorts
 from shoal.engine.signals import StopSignals
 from shoal.engine.story import as_error, tell_failures
-from shoal.observe.folder import RunFolder, claim, create, read_facts
+from shoal.observe.folder import RunFolder, claim, create, newest_step, read_facts
 from shoal.spec.errors import ShoalError, UserError
 from shoal.spec.job import Job
 from shoal.version import __version__
@@ -241,6 +241,8 @@ def _tell(outcome: Outcome, is_quiet: bool) -> None:
         say(tell_failures(outcome.failures, outcome.exits, logs))
     if outcome.stopped_by:
         say(f"shoal: stopped by {_name_signal(outcome.stopped_by)} after {outcome.seconds:.1f} s; logs in {logs}")
+        if (step := newest_step(outcome.run_dir)) is not None:
+            say(f"shoal: saved at step {step}; go on with `shoal run --resume {outcome.name}`")
 
 
 def _name_signal(name: str) -> str:

@@ -126,6 +126,16 @@ def holds_checkpoints(path: str) -> bool:
     return any(name.startswith("step-") for folder in folders for name in os.listdir(folder))
 
 
+def newest_step(path: str) -> int | None:
+    """The step of the newest checkpoint of a run's first trainer, as far as names tell; None where there is none."""
+    try:
+        names = os.listdir(os.path.join(path, "checkpoints"))
+    except OSError:
+        return None
+    steps = [int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d+)(?:-g\d+)?", name))]
+    return max(steps, default=None)
+
+
 def _holds_another(path: str) -> UserError:
     # The lock was free, so a run that says it is running was killed.
     status = {"running": "was killed", None: "ended"}.get(read_facts(path).get("status"), "is over")
