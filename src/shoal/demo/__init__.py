@@ -7,26 +7,47 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TextIO
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from textwrap import wrap
+from typing import TYPE_CHECKING, TextIO
 
+from shoal.spec.fault import Fault, encode
 from shoal.spec.job import Job
+
+if TYPE_CHECKING:
+    from shoal.observe.explain import Explanation
 
 WIDTH = 78
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Act:
-    """One run of the demo."""
+    """One run of the demo. Where `kill_step` is given, rank 1 is killed with SIGKILL when it gets there."""
 
     title: str
     module: str
     num_workers: int
+    args: tuple[str, ...] = ()
+    kill_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rescue:
+    """What a run did when a worker was killed: after how many seconds there was a next step, and another worker.
+
+    Both are None where that never happened. `num_steps` were committed in all.
+    """
+
+    num_steps: int
+    recovery_seconds: float | None
+    away_seconds: float | None
+    effective_ratio: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What is read off an act: the digest of its parameters, its speed, and where its time went."""
+    """What is read off an act: the digest of its parameters, its speed, where its time went, what a loss did."""
 
     module: str
     num_workers: int
@@ -35,13 +56,20 @@ class Seen:
     samples_per_second: float
     shares: dict[str, float]
     words: tuple[str, ...]
+    num_samples: int = 0
+    rescue: Rescue | None = None
 
 
 ACTS = (
     Act(title="a small GPT learns Python's documentation, 1 worker", module="shoal.demo.text", num_workers=1),
     Act(title="the same GPT, 2 workers", module="shoal.demo.text", num_workers=2),
     Act(title="a CNN with batch statistics and dropout, 1 worker", module="shoal.demo.digits", num_workers=1),
-    Act(title="the same CNN, 2 workers", module="shoal.demo.digits", num_workers=2),
+    Act(
+        title="the same CNN, 2 workers: one of them is killed",
+        module="shoal.demo.digits",
+        num_workers=2,
+        kill_step=12,
+    ),
     Act(title="shoal against DistributedDataParallel, taking turns", module="shoal.demo.race", num_workers=2),
 )
 
@@ -63,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     print(sum_up(seen, time.monotonic() - started), file=out)
     if options.json:
         print(json.dumps([asdict(each) for each in seen]))
-    return 0 if all(is_equal for _, is_equal in compare(seen)) else 1
+    return 0 if all(is_kept for _, is_kept in compare(seen)) else 1
 
 
 def play(act: Act, out: TextIO) -> tuple[int, Seen]:
@@ -71,13 +99,13 @@ def play(act: Act, out: TextIO) -> tuple[int, Seen]:
     from shoal.observe.explain import explain
     from shoal.run import Keep, run_job
 
-    job = Job(module=act.module, num_workers=act.num_workers, threads_per_worker=1, working_dir=os.getcwd())
-    command = ("shoal", "run", "-n", str(act.num_workers), "--threads", "1", "-m", act.module)
+    job, range_ = _make_job(act)
+    command = ("shoal", "run", "-n", range_, "--threads", "1", "-m", act.module, *act.args)
     outcome = run_job(job, keep=Keep(command=command), out=out)
-    with open(os.path.join(outcome.run_dir, "logs", "0.log"), encoding="utf-8", errors="replace") as log:
-        words = log.read()
+    words = _read_logs(outcome.run_dir)
     found = re.search(r"digest of the parameters: (\w+)", words)
-    breakdown = explain(outcome.run_dir).breakdown
+    explanation = explain(outcome.run_dir)
+    breakdown = explanation.breakdown
     return outcome.exit_code, Seen(
         module=act.module,
         num_workers=act.num_workers,
@@ -86,34 +114,70 @@ def play(act: Act, out: TextIO) -> tuple[int, Seen]:
         samples_per_second=breakdown.samples_per_second if breakdown else 0.0,
         shares=asdict(breakdown.shares) if breakdown else {},
         words=tuple(words.splitlines()[-3:]),
+        num_samples=breakdown.num_samples if breakdown else 0,
+        rescue=_find_rescue(explanation),
+    )
+
+
+def _make_job(act: Act) -> tuple[Job, str]:
+    """The job of an act, and what `-n` would be."""
+    job = Job(
+        module=act.module,
+        args=act.args,
+        num_workers=act.num_workers,
+        threads_per_worker=1,
+        working_dir=os.getcwd(),
+    )
+    if act.kill_step is None:
+        return job, str(act.num_workers)
+    fault = Fault(kind="kill", rank=1, step=act.kill_step)
+    return replace(job, min_workers=1, env={"SHOAL_FAULTS": encode([fault])}), f"1:{act.num_workers}"
+
+
+def _read_logs(run_dir: str) -> str:
+    """What all workers printed, the lowest first: whoever leads in the end has the last word."""
+    words = ""
+    for path in sorted(Path(run_dir, "logs").glob("*.log")):
+        words += path.read_text(encoding="utf-8", errors="replace")
+    return words
+
+
+def _find_rescue(explanation: "Explanation") -> Rescue | None:
+    history, breakdown = explanation.history, explanation.breakdown
+    if history is None or breakdown is None or not history.losses:
+        return None
+    return Rescue(
+        num_steps=breakdown.num_steps,
+        recovery_seconds=history.losses[0].recovery_seconds,
+        away_seconds=history.losses[0].away_seconds,
+        effective_ratio=history.effective_ratio,
     )
 
 
 def compare(seen: Sequence[Seen]) -> list[tuple[str, bool]]:
-    """For each model that was trained with different numbers of workers: are the parameters the same, bit for bit?"""
-    digests: dict[str, set[str]] = {}
+    """For each model that was trained several times: are the parameters the same, bit for bit, and the samples?"""
+    results: dict[str, set[tuple[str, int]]] = {}
     for each in seen:
         if each.digest:
-            digests.setdefault(each.module, set()).add(each.digest)
-    return [(module, len(found) == 1) for module, found in digests.items()]
+            results.setdefault(each.module, set()).add((each.digest, each.num_samples))
+    return [(module, len(found) == 1) for module, found in results.items()]
 
 
 def sum_up(seen: Sequence[Seen], seconds: float) -> str:
     """What the acts showed, as a table, and what to type next."""
     lines = ["", f"── what you saw, in {seconds:.0f} s ".ljust(WIDTH, "─"), ""]
-    lines.append(f"  {'model':22}{'workers':>8}{'samples/s':>11}{'compute':>9}{'comm':>6}{'wait':>6}  parameters")
+    lines.append(f"  {'model':20}{'workers':>8}{'samples/s':>11}{'compute':>9}{'comm':>6}{'wait':>6}  parameters")
     for each in seen:
         if each.digest:
             shares = [f"{100 * each.shares.get(name, 0):.0f} %" for name in ("compute", "communicate", "wait")]
             columns = f"{each.samples_per_second:>11.0f}{shares[0]:>9}{shares[1]:>6}{shares[2]:>6}"
-            lines.append(f"  {each.module:22}{each.num_workers:>8}{columns}  {each.digest}")
-    lines.append("")
+            workers = f"{each.num_workers}" if each.rescue is None else f"1:{each.num_workers}"
+            lines.append(f"  {each.module:20}{workers:>8}{columns}  {each.digest}")
     for module, is_equal in compare(seen):
-        one, two = (each.samples_per_second for each in seen if each.module == module)
-        same = "the same parameters to the last bit" if is_equal else "DIFFERENT parameters: please report this"
-        lines.append(f"  {module}: 2 workers are {two / one:.2f} times as fast as 1, and give {same}.")
-    lines.append(f"  {seen[-1].words[-1]}.")
-    name = os.path.basename(seen[1].run_dir)
+        first, second = (each for each in seen if each.module == module)
+        lines += ["", *_wrap(f"{module}: {_tell(first, second, is_equal=is_equal)}")]
+    lines += ["", *_wrap(f"{seen[-1].words[-1]}.")]
+    name = os.path.basename(next((each for each in seen if each.rescue), seen[1]).run_dir)
     lines += [
         "",
         "Type next:",
@@ -122,3 +186,24 @@ def sum_up(seen: Sequence[Seen], seconds: float) -> str:
         "  shoal run -n 2 examples/01_one_file.py      (from a clone)",
     ]
     return "\n".join(lines)
+
+
+def _tell(first: Seen, second: Seen, *, is_equal: bool) -> str:
+    """What a second run of the same model showed."""
+    same = "the same parameters to the last bit" if is_equal else "DIFFERENT parameters: please report this"
+    rescue = second.rescue
+    if rescue is None:
+        ratio = second.samples_per_second / first.samples_per_second
+        return f"{second.num_workers} workers are {ratio:.2f} times as fast as 1, and give {same}."
+    if rescue.recovery_seconds is None:
+        return f"rank 1 was killed (kill -9) and no step followed, with {same}."
+    back = "" if rescue.away_seconds is None else f", and another worker was in after {rescue.away_seconds:.1f}\xa0s"
+    once = "each counted once" if second.num_samples == first.num_samples else f"instead of {first.num_samples:,}"
+    return (
+        f"rank 1 was killed (kill -9). The next step was done {rescue.recovery_seconds:.2f}\xa0s later{back}. "
+        f"{second.num_samples:,} samples in {rescue.num_steps} steps, {once}, give {same} as undisturbed."
+    )
+
+
+def _wrap(text: str) -> list[str]:
+    return wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shoal
 from shoal.train.loop import Batch
 
-ROUNDS, STEPS, SAMPLES = 7, 4, 128
+ROUNDS, STEPS, SAMPLES = 5, 4, 128
 
 
 def make_model() -> nn.Module:

@@ -64,6 +64,7 @@ class Breakdown:
     """
 
     num_steps: int
+    num_samples: int
     warmup_steps: int
     warmup_seconds: float
     wall_seconds: float
@@ -108,6 +109,7 @@ def break_down_turns(turns: Sequence[Turn], changes: Sequence[float] = ()) -> Br
     bad = [row.step for row in lead if not _is_finite(row.loss)]
     return Breakdown(
         num_steps=len(turns),
+        num_samples=sum(row.global_samples for row in lead),
         warmup_steps=warmup,
         warmup_seconds=sum(seconds[:warmup]),
         wall_seconds=wall,

@@ -87,8 +87,9 @@ def _join(join: Join, start: float) -> str:
 def _sums(history: History) -> Iterator[str]:
     recoveries = [loss.recovery_seconds for loss in history.losses if loss.recovery_seconds is not None]
     if recoveries:
-        middle = f"median {ms(median(recoveries))}, longest {ms(max(recoveries))}" if len(recoveries) > 1 else ""
-        yield f"from a loss to the next step: {middle or ms(recoveries[0])}"
+        middle = f"{ms(min(recoveries))} to {ms(max(recoveries))}" if len(recoveries) > 1 else ms(recoveries[0])
+        typical = f", median {ms(median(recoveries))}" if len(recoveries) > 2 else ""
+        yield f"from a loss to the next step: {middle}{typical}"
     if history.spent and history.effective_ratio is not None:
         yield f"effective training time: {100 * history.effective_ratio:.1f} % of {ms(history.spent.wall)}"
         yield f"  the rest: {_rest(history.spent)}"

@@ -51,20 +51,20 @@ def find_losses(events: Sequence[Event], timeline: Timeline) -> tuple[Loss, ...]
     sizes = {member: len(era.members) for era in timeline.eras for member in era.members}
     lost = [event for event in events if event.kind == "worker_lost" and event.data.get("id") in sizes]
     entries = _entries(timeline)
-    hits = _hit_times(events)
-    losses = [_loss(event, hits.get(str(event.data["id"]), event.time), entries, timeline) for event in lost]
+    hits = _find_hits(events)
+    losses = [_loss(event, hits.get(str(event.data["id"]), event), entries, timeline) for event in lost]
     return _with_slower(losses, [sizes[loss.id] for loss in losses], timeline)
 
 
-def _loss(event: Event, hit: float, entries: Mapping[int, Sequence[float]], timeline: Timeline) -> Loss:
-    worker = event.rank or 0
+def _loss(event: Event, blow: Event, entries: Mapping[int, Sequence[float]], timeline: Timeline) -> Loss:
+    worker, hit = event.rank or 0, _hit_time(blow)
     committed = timeline.next_end(timeline.next_start(event.time))
     back = next((moment for moment in entries.get(worker, ()) if moment >= event.time), None)
     return Loss(
         worker=worker,
         id=str(event.data["id"]),
         time=hit,
-        reason=str(event.data.get("reason", "")),
+        reason=_SILENT.get(blow.kind) or str(event.data.get("reason", "")),
         recovery_seconds=None if committed is None else committed - hit,
         away_seconds=None if back is None else back - hit,
     )
@@ -79,36 +79,41 @@ def _entries(timeline: Timeline) -> dict[int, list[float]]:
     return entries
 
 
-def _hit_times(events: Sequence[Event]) -> dict[str, float]:
-    """When each worker that was lost was hit: by a signal, a fault, an error of its own, or silence."""
-    hits: dict[str, float] = {}
-    latest: dict[int, float] = {}
+_SILENT = {"worker_frozen": "frozen", "worker_hung": "hung"}
+
+
+def _find_hits(events: Sequence[Event]) -> dict[str, Event]:
+    """For each worker that was lost, the event that tells by what: signal, fault, error, silence, or its end."""
+    hits: dict[str, Event] = {}
+    blows: dict[int, Event] = {}
     for event in sorted(events, key=lambda event: event.time):
         if event.rank is None:
             continue
+        blow = blows.get(event.rank)
+        is_old = blow is None or event.time - _hit_time(blow) >= CAUSE_SECONDS
         if event.kind == "worker_started":
-            latest.pop(event.rank, None)
+            blows.pop(event.rank, None)
         elif event.kind == "worker_lost":
-            hit = latest.pop(event.rank, event.time)
-            hits[str(event.data.get("id"))] = hit if event.time - hit < CAUSE_SECONDS else event.time
-        elif (moment := _blow(event)) is not None:
-            latest[event.rank] = min(moment, latest.get(event.rank, moment))
-            if event.time - latest[event.rank] >= CAUSE_SECONDS:
-                latest[event.rank] = moment
+            hits[str(event.data.get("id"))] = event if is_old or blow is None else blow
+        elif _is_blow(event) and (is_old or event.kind in _SILENT):
+            blows[event.rank] = event
     return hits
 
 
-def _blow(event: Event) -> float | None:
-    """When the worker was hit by what this event tells of; None where it tells of nothing that ends a worker."""
+def _hit_time(blow: Event) -> float:
+    """When the worker was hit by what this event tells of. Silence is noticed later than it began."""
+    silent = {"worker_frozen": "silent_seconds", "worker_hung": "waited_seconds"}.get(blow.kind)
+    seconds = blow.data.get(silent, 0.0) if silent else 0.0
+    return blow.time - (seconds if isinstance(seconds, int | float) else 0.0)
+
+
+def _is_blow(event: Event) -> bool:
+    """Whether this is something that ends a worker."""
     data = event.data
-    if event.kind == "worker_frozen":
-        return event.time - float(data.get("silent_seconds", 0.0))
-    if event.kind == "worker_hung":
-        return event.time - float(data.get("waited_seconds", 0.0))
     is_signal = event.kind == "worker_signaled" and data.get("signal") in ("SIGKILL", "SIGTERM", "SIGSTOP")
     is_fault = event.kind == "fault" and data.get("kind") in ("kill", "freeze", "hang", "fail")
     is_error = event.kind == "error" and data.get("is_retryable") is True
-    return event.time if is_signal or is_fault or is_error or event.kind == "worker_exited" else None
+    return is_signal or is_fault or is_error or event.kind in _SILENT or event.kind == "worker_exited"
 
 
 def _with_slower(losses: Sequence[Loss], sizes: Sequence[int], timeline: Timeline) -> tuple[Loss, ...]:

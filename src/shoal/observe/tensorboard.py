@@ -21,8 +21,8 @@ class TensorBoardExport:
     """Follows the metrics of a run and writes them to its `tensorboard/` folder.
 
     A step is written once all ranks that are there have reached it, with shares of time as the mean over them.
-    `start` follows in a thread of its own, every two seconds; `close` writes the rest. Reads only files, so any process
-    that sees the run folder can do it, during the run or after. Raises UserError where TensorBoard is not installed.
+    `start` follows in a thread of its own, every two seconds; `close` writes the rest. Reads only files, so anybody
+    who sees the run folder can do it, during the run or after. Raises UserError where TensorBoard is not installed.
     """
 
     def __init__(self, run_dir: str) -> None:
