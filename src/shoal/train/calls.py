@@ -26,6 +26,7 @@ class Calls:
     def __init__(self, team: Team, progress: Progress, trainer: int) -> None:
         self._team, self._progress, self._trainer = team, progress, trainer
         self._number = self._depth = 0
+        self._untold: tuple[str, Any] | None = None
 
     @contextmanager
     def make(self, name: str) -> Iterator[Call]:
@@ -33,21 +34,30 @@ class Calls:
         link = self._team.link
         call = self._arrive(name, link) if link is not None and not self._depth else Call()
         self._depth += 1
-        is_done = False
+        is_done = is_left = False
         try:
             yield call
             is_done = True
-        except GeneratorExit:  # a loop over the trainer was left
-            is_done = True
+        except GeneratorExit:
+            is_left = True
             raise
         finally:
             self._depth -= 1
             if link is not None and not self._depth:
-                if is_done and not call.is_over:  # all say it: whoever is to say it alone may die before
-                    link.say_called(name, call.result)
                 self._number += 1
+                if (is_done or is_left) and not call.is_over:
+                    self._untold = (name, call.result)
+                if is_done:  # a loop that was left may have been left by an error: the next call will tell
+                    self._say(link)
+
+    def _say(self, link: Link) -> None:
+        """A call is over, and all say it: whoever is to say it alone may die before."""
+        if self._untold is not None:
+            link.say_called(*self._untold)
+            self._untold = None
 
     def _arrive(self, name: str, link: Link) -> Call:
+        self._say(link)
         if self._team.sync is not None:
             link.trainer, link.call = self._trainer, self._number
             return Call()

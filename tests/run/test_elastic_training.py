@@ -1,0 +1,130 @@
+"""Workers die, fail, come and go, and the run ends as an undisturbed one: the same parameters, every sample once.
+
+`elastic_jobs.py` has the jobs; what each comes to in one process without any trouble is the measure of all.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import box
+
+from shoal.spec.fault import POINTS
+from shoal.testing import Faults, FaultyRun
+
+__all__ = ["box"]
+
+JOBS = str(Path(__file__).with_name("elastic_jobs.py"))
+Ending = dict[str, Any]
+
+
+@pytest.fixture(scope="session")
+def clean() -> dict[str, Ending]:
+    """How every job ends in one process that nobody disturbs."""
+    run = subprocess.run([sys.executable, JOBS], capture_output=True, text=True, timeout=100, check=True)
+    return {ending["job"]: ending for ending in endings_in(run.stdout)}
+
+
+def endings_in(text: str) -> list[Ending]:
+    return [json.loads(found) for found in re.findall(r"^ended (.*)$", text, re.MULTILINE)]
+
+
+def run_job(faults: Faults, job: str, workers: str, transport: str = "auto", **env: str) -> FaultyRun:
+    return faults.run(JOBS, job, num_workers=workers, options={"transport": transport}, env=env)
+
+
+def check_ended_well(run: FaultyRun, expected: Ending, *, num_strikes: int = 0) -> None:
+    """It ended, whoever saw the end saw the same as in peace, and as many faults struck as were to."""
+    assert run.exit_code == 0, [event.data for event in run.of("error")]
+    endings = [ending for rank in range(4) for ending in endings_in(run.log(rank))]
+    assert endings
+    assert all(ending == expected for ending in endings), endings
+    assert len(run.strikes) == num_strikes
+    assert expected["times"] is None or len(expected["times"]) == 1, "every sample was used equally often"
+
+
+def kills_at_every_point() -> Faults:
+    """The first is in the first step, before which an optimizer has no state."""
+    faults = Faults().kill(rank=2, step=0, at="updating")
+    for number, point in enumerate(POINTS):
+        faults = faults.kill(rank=number % 3, step=3 + 3 * number, at=point, incarnation=None)
+    return faults
+
+
+@pytest.mark.parametrize(("job", "transport"), [("adamw", "shm"), ("sgd", "tcp")])
+def test_killed_at_every_point_of_a_step(clean, job, transport):
+    faults = kills_at_every_point()
+    run = run_job(faults, job, "2:3", transport)
+    check_ended_well(run, clean[job], num_strikes=len(faults))
+    assert {strike.data.get("at", "start") for strike in run.strikes} == set(POINTS)
+
+
+def test_twenty_kills(clean):
+    faults = Faults.random(20, num_workers=3, count=20, every=(2, 6), at=POINTS)
+    check_ended_well(run_job(faults, "long", "2:3"), clean["long"], num_strikes=20)
+
+
+def test_a_loop_of_ones_own_and_an_optimizer_that_cannot_be_divided(clean):
+    faults = (
+        Faults()
+        .fail(rank=1, step=10, error="a broken cable", retryable=True)
+        .kill(rank=2, step=11, at="summed")
+        .kill(rank=0, step=20, at="updating")
+        .kill(rank=1, step=30, at="updated", incarnation=None)
+    )
+    run = run_job(faults, "loop", "2:3")
+    check_ended_well(run, clean["loop"], num_strikes=len(faults))
+    assert "a broken cable" in str([event.data for event in run.of("error")])
+
+
+def test_killed_inside_evaluate_and_predict(clean):
+    run = run_job(Faults(), "calls", "1:3", ELASTIC_WANTED="3")
+    check_ended_well(run, clean["calls"])
+    lost = [event.rank for event in run.of("worker_lost")]
+    assert lost[:2] == [1, 2]
+    joined = [event.data["id"] for event in run.of("worker_joined")]
+    assert "1.1" in joined, "the replacement came into the second fit"
+
+
+def test_two_killed_at_once_and_two_while_others_join(clean):
+    faults = Faults().kill(rank=1, step=6, at="backward").kill(rank=2, step=6, at="backward")
+    run = run_job(faults, "stream", "1:3", ELASTIC_WANTED="3")
+    check_ended_well(run, clean["stream"], num_strikes=2)
+    assert Path(run.run_dir, "died-handing over").exists()
+    assert Path(run.run_dir, "died-joining").exists()
+
+
+def test_too_few_wait_for_a_replacement(clean):
+    run = run_job(Faults().kill(rank=1, step=20, at="updating"), "short", "2:2")
+    check_ended_well(run, clean["short"], num_strikes=1)
+    assert run.of("waiting_for_workers")
+    assert all(len(world.data["members"]) == 2 for world in run.of("world"))
+
+
+def test_other_numbers_of_workers_while_it_runs(clean, box):
+    process = box.start("run", "-n", "1:3", "--name", "many", JOBS, "short", env={**box.env, "ELASTIC_PAUSE": "0.15"})
+
+    def is_size(count: int) -> bool:
+        worlds = [event for event in box.events() if event["kind"] == "world"] if box.home.exists() else []
+        return bool(worlds) and len(worlds[-1]["data"]["members"]) == count
+
+    for count in (3, 1, 2):
+        if count < 3:
+            assert box.run("resize", "many", "-n", str(count)).returncode == 0
+        box.wait_for(lambda count=count: is_size(count))
+    _, errors = process.communicate(timeout=40)
+    assert process.returncode == 0, errors
+    endings = [ending for rank in range(2) for ending in endings_in(box.log(rank))]
+    assert endings
+    assert all(ending == clean["short"] for ending in endings)
+
+
+def test_an_error_of_ones_own_ends_the_run():
+    run = run_job(Faults().fail(rank=1, step=3, error="a mistake"), "short", "1:2")
+    assert (run.exit_code, run.status) == (1, "failed")
+    assert not run.of("worker_joined")
+    assert "a mistake" in str([event.data for event in run.of("error")])
