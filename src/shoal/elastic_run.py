@@ -280,7 +280,8 @@ def tell(note: Note, num_workers: int, how: str, *, is_back: bool) -> str:
         case "worker_frozen":
             return f"rank {rank} is frozen: no sign of life for {data.get('silent_seconds', 0.0):.1f} s; killing it"
         case "worker_hung":
-            return f"rank {rank} hangs: others have waited {data.get('waited_seconds', 0.0):.1f} s for it; killing it"
+            then = "; killing it" if data.get("is_ended", True) else ", and it is in code of your own"
+            return f"rank {rank} hangs: others have waited {data.get('waited_seconds', 0.0):.1f} s for it{then}"
         case "waiting_for_workers":
             return f"{data.get('present')} left and {data.get('min_workers')} needed; waiting for replacements"
     return ""

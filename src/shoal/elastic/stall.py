@@ -1,12 +1,13 @@
 """Who holds up a run that nobody can leave: workers say for whom they wait, and who does not wait is to blame.
 
 For runs of fixed size. Nobody is ended for it: the launcher tells people, and the group's own timeout does the rest.
+So it may be told a little early: a minute is enough also before the first step.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shoal.elastic.detect import hung_seconds
+from shoal.elastic.detect import HUNG_EARLY_SECONDS, HUNG_STEPS, hung_seconds
 from shoal.elastic.recent import Recent
 
 FRESH_SECONDS = 1.5
@@ -56,7 +57,7 @@ class Stall:
         """Somebody who holds up the others, told once; `ended` says when that is over."""
         waits = self._fresh(now)
         waited = max((now - wait.began for wait in waits.values()), default=0.0)
-        limit = hung_seconds(self.steps)
+        limit = min(hung_seconds(self.steps), max(HUNG_EARLY_SECONDS, HUNG_STEPS * self.steps.longest()))
         if self.stalled is not None or waited <= limit:
             return None
         awaited = {peer for wait in waits.values() for peer in wait.peers}

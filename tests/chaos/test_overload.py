@@ -1,0 +1,64 @@
+"""A machine that is busy with other things: everything is late, and nobody is taken for dead.
+
+OVERLOAD_SECONDS=1800 python -m pytest -m slow tests/chaos/test_overload.py -s
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+SECONDS = float(os.environ.get("OVERLOAD_SECONDS", "300"))
+NUM_CORES = len(os.sched_getaffinity(0))
+JOB = """
+    import torch
+    from torch import nn
+    import shoal
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    data = torch.randn(4096, 64), torch.randint(0, 10, (4096,))
+    loss = lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])
+    trainer = shoal.Trainer(model, loss, torch.optim.AdamW(model.parameters()), data, batch_size=512)
+    trainer.fit(epochs=1_000_000)
+"""
+TROUBLE = ("worker_frozen", "worker_hung", "worker_lost", "worker_exited")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 120)
+def test_nobody_is_evicted_at_twice_the_load(tmp_path: Path) -> None:
+    """As many busy processes as cores, beside as many workers as cores."""
+    (tmp_path / "job.py").write_text("\n".join(line[4:] for line in JOB.splitlines()))
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(NUM_CORES)]
+    size = f"1:{max(2, NUM_CORES)}"
+    command = [sys.executable, "-m", "shoal", "run", "-n", size, "--log-dir", str(tmp_path / "run"), "job.py"]
+    run = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline and run.poll() is None:
+            time.sleep(0.5)
+        events = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
+    finally:
+        run.send_signal(signal.SIGINT)
+        run.wait(20)
+        for process in busy:
+            process.kill()
+            process.wait()
+    trouble = [(event["kind"], event["rank"], event["data"]) for event in events if event["kind"] in TROUBLE]
+    assert trouble == []
+    seconds = step_seconds(tmp_path / "run" / "metrics-0.jsonl")
+    assert len(seconds) > SECONDS, "it does train meanwhile"
+    longest, p99 = max(seconds), sorted(seconds)[int(0.99 * len(seconds))]
+    print(f"\n{len(seconds)} steps in {SECONDS:.0f} s: p99 {1e3 * p99:.0f} ms, longest {1e3 * longest:.0f} ms")
+
+
+def step_seconds(path: Path) -> list[float]:
+    times = [float(json.loads(line)["time"]) for line in path.read_text().splitlines()]
+    return [after - before for before, after in pairwise(times)]
