@@ -109,7 +109,9 @@ def test_other_numbers_of_workers_while_it_runs(clean, box):
     process = box.start("run", "-n", "1:3", "--name", "many", JOBS, "short", env={**box.env, "ELASTIC_PAUSE": "0.15"})
 
     def is_size(count: int) -> bool:
-        worlds = [event for event in box.events() if event["kind"] == "world"] if box.home.exists() else []
+        if not (box.home / "runs" / "many" / "journal.jsonl").exists():
+            return False
+        worlds = [event for event in box.events() if event["kind"] == "world"]
         return bool(worlds) and len(worlds[-1]["data"]["members"]) == count
 
     for count in (3, 1, 2):

@@ -1,0 +1,1 @@
+"""Scripts that train until they are stopped, while workers of theirs are killed."""
