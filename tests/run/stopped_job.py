@@ -24,7 +24,7 @@ trainer: shoal.Trainer | None = None
 source = torch.Generator().manual_seed(1)
 data = torch.randn(128, 16, generator=source), torch.randint(0, 4, (128,), generator=source)
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.ReLU(), nn.Linear(32, 4))
+model = nn.Sequential(nn.Linear(16, 256), nn.Dropout(0.1), nn.ReLU(), nn.Linear(256, 4))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 every = 2 if PAUSE > 1 else None
 trainer = shoal.Trainer(model, loss, optimizer, data, batch_size=16, shards=4, exact=True, checkpoint_every=every)

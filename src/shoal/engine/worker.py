@@ -30,6 +30,7 @@ _LIBRARY = os.path.dirname(os.path.abspath(os.__file__))
 def main(control_fd: str, world_fd: str, rank: str, stacks_path: str, kind: str, target: str, *args: str) -> None:
     """Run what the arguments say. An exception of the program is reported and becomes an exit code."""
     end_with_parent()
+    end_if_orphan(int(control_fd))
     control = Control(int(control_fd), int(rank))
     own_pipe("SHOAL_WORLD_FD", world_fd)
     faulthandler.enable()
@@ -86,6 +87,16 @@ def end_with_parent() -> None:
     except (ImportError, OSError, AttributeError):
         return
     if os.getppid() != parent:
+        sys.exit(128 + SIGTERM)
+
+
+def end_if_orphan(control_fd: int) -> None:
+    """The launcher may have died before the kernel was asked to tell us; then nobody reads our pipe."""
+    import select
+
+    poll = select.poll()
+    poll.register(control_fd, 0)
+    if any(event & select.POLLERR for _, event in poll.poll(0)):
         sys.exit(128 + SIGTERM)
 
 
