@@ -13,6 +13,9 @@ from shoal.elastic.relay import Relay
 from shoal.elastic.settle import Places, is_all_lost, settle
 from shoal.spec.world import World
 
+APART_TIMES = 6.0
+"""Whoever hangs in the user's own code, between two calls of a trainer, is named at once and ended so much later."""
+
 
 class Coordinator:
     """Membership, rendezvous, the history of calls, and detection of the silent. Time is an argument: seconds.
@@ -31,6 +34,8 @@ class Coordinator:
         self._standing: dict[str, float] = {}
         self._time = OwnTime()
         self._best_step = -1
+        self._apart: set[str] = set()
+        self._named: set[str] = set()
         self._heard = {
             "ready": self._ready,
             "gather": self._gather,
@@ -130,6 +135,7 @@ class Coordinator:
     def _beat(self, process: Process, data: Mapping[str, Any], now: float) -> list[Decision]:
         step = int(data.get("step") or 0)
         self.detector.beat(process.id, step, self._time.now)
+        (self._apart.add if data.get("is_apart") else self._apart.discard)(process.id)
         if not self.state.is_member(process.worker):
             return self._tell_calls(process)
         if not self._is_of_now(process, data):
@@ -138,6 +144,7 @@ class Coordinator:
             self.calls.saw(process.id, data)
         if step > self._best_step:
             self._best_step = step
+            self._named.clear()
             self.state = membership.progressed(self.state)
         if process.id in self.state.at_work:
             return []
@@ -210,6 +217,8 @@ class Coordinator:
     def _forget(self, process: Process) -> None:
         self.detector.forget(process.id)
         self._places.pop(process.id, None)
+        self._apart.discard(process.id)
+        self._named.discard(process.id)
         self.calls.forget(process.id)
 
     def _note_missed(self) -> None:
@@ -249,16 +258,24 @@ class Coordinator:
 
     def _end(self, suspect: Suspect) -> list[Decision]:
         word = "frozen" if suspect.is_frozen else "hung"
-        killed = self._condemn(suspect.id, f"it is {word}")
+        is_named, patience = suspect.id in self._named, self._patience(suspect)
+        self._named.add(suspect.id)
+        killed = [] if suspect.waited_seconds < patience else self._condemn(suspect.id, f"it is {word}")
         data = {
             "id": suspect.id,
             "silent_seconds": round(suspect.silent_seconds, 3),
             "waited_seconds": round(suspect.waited_seconds, 3),
             "limit_seconds": round(suspect.limit_seconds, 3),
             "waited_by": list(suspect.waited_by),
+            "is_ended": bool(killed),
         }
         worker = int(suspect.id.partition(".")[0])
-        return [Note(f"worker_{word}", worker, data), *killed] if killed else []
+        return killed if is_named else [Note(f"worker_{word}", worker, data), *killed]
+
+    def _patience(self, suspect: Suspect) -> float:
+        """How long it is waited for before it is ended. One that runs code of the user's own may just take long."""
+        is_apart = not suspect.is_frozen and suspect.id in self._apart
+        return APART_TIMES * suspect.limit_seconds if is_apart else 0.0
 
     def _condemn(self, member_id: str, why: str) -> list[Decision]:
         process = self.state.process(member_id)

@@ -9,7 +9,7 @@ class Job:
     """One piece of work as it was asked for. Exactly one of `script` and `module` is set.
 
     `num_workers` None means auto: measure, then choose. `threads_per_worker` None means: what fits the cores.
-    `min_workers` None means: any failure ends the run. With a number the run is elastic: it starts with `num_workers`,
+    `min_workers` None means: any failure ends the run. With a number the run is elastic: it starts `num_workers`,
     workers that are lost are replaced, and it goes on while at least `min_workers` are there.
     """
 

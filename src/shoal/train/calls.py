@@ -36,7 +36,8 @@ class Calls:
         self._depth += 1
         is_done = is_left = False
         try:
-            yield call
+            with self._team.apart(False):
+                yield call
             is_done = True
         except GeneratorExit:
             is_left = True

@@ -48,7 +48,8 @@ class Link:
 
     `world` is the newest World. `calls` are the top-level calls of trainers that are over, by (trainer, number).
     `is_held`: the members are to stop after a common step. `is_stopping`: end after this step, with a checkpoint.
-    What the trainer is doing is kept in `trainer`, `call`, `step`, `generation` and `is_stepping`, for the beats.
+    What the trainer is doing is kept in `trainer`, `call`, `step`, `generation` and `is_stepping`, for the beats;
+    `is_apart`: nothing, for the script is doing something of its own.
     """
 
     def __init__(self, member_id: str, control_fd: int, world_fd: int) -> None:
@@ -57,6 +58,7 @@ class Link:
         self.calls: dict[tuple[int, int], dict[str, Any]] = {}
         self.is_held = self.is_stopping = False
         self.generation, self.trainer, self.call, self.step, self.is_stepping = -1, 0, 0, 0, False
+        self.is_apart = True
         self._gathered: dict[tuple[int, int, str], list[str]] = {}
         self._news = threading.Condition()
         self._control = ControlPipe(control_fd)
@@ -114,8 +116,19 @@ class Link:
         self._control.send(Event(kind=kind, time=time.time(), step=self.step, generation=self.generation, data=data))
 
     def _beat(self) -> None:
-        data = {name: getattr(self, name) for name in ("generation", "trainer", "call", "step", "is_stepping")}
+        data = {
+            name: getattr(self, name) for name in ("generation", "trainer", "call", "step", "is_stepping", "is_apart")
+        }
         self._control.offer(Event(kind="beat", time=time.time(), step=self.step, data=data))
+
+    @contextmanager
+    def apart(self, is_apart: bool) -> Iterator[None]:
+        """Inside, the script does something of its own, or does not."""
+        before, self.is_apart = self.is_apart, is_apart
+        try:
+            yield
+        finally:
+            self.is_apart = before
 
     @contextmanager
     def acting(self) -> Iterator[None]:

@@ -191,7 +191,9 @@ class Trainer:
                 return
             try:
                 with self._load(stop_epoch, stop_step) as batches:
-                    yield from batches
+                    for batch in batches:
+                        with self._team.apart(True):
+                            yield batch
                 if self._team.is_elastic and self.place.step != self._course.saved_step:
                     self.save(wait=True)  # for those who come later, as `fit` does
             except GeneratorExit:
@@ -245,8 +247,12 @@ class Trainer:
 
         A step whose loss or gradient is no number is not taken: its loss is NaN.
         """
-        started = time.perf_counter()
         check_batch(batch, Batch)
+        with self._team.apart(False):
+            return self._step(batch)
+
+    def _step(self, batch: Batch) -> float:
+        started = time.perf_counter()
         outcome: Outcome | NotFinite | None = None
         while outcome is None:
             is_interrupted = False

@@ -1,6 +1,7 @@
 """Who trains together right now: a group of workers, and how they agree. An elastic run changes both as it goes."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -90,6 +91,10 @@ class Team:
     @property
     def is_elastic(self) -> bool:
         return self.link is not None
+
+    def apart(self, is_apart: bool) -> AbstractContextManager[None]:
+        """Inside, the script does something of its own between two steps, or does not: see `Link.is_apart`."""
+        return self.link.apart(is_apart) if self.link is not None else nullcontext()
 
     def worker(self, rank: int) -> int:
         """The number of the worker that has this rank now: what people know it by."""
