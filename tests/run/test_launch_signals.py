@@ -259,8 +259,8 @@ def test_no_descriptor_is_inherited_by_accident(box: Box) -> None:
     """
     box.write("fds.py", source)
     shown = eval(box.run("run", "fds.py").stdout)
-    # Standard streams, the control pipe and its copy.
-    assert len(shown) == 5, shown
+    # Standard streams, the control pipe and its copy, and the file for stacks.
+    assert len(shown) == 6, shown
 
 
 def test_the_guard_holds_nothing_and_does_not_stay(box: Box) -> None:
