@@ -67,7 +67,7 @@ def loss(model, batch):
 
 trainer = None
 trainer = shoal.Trainer(
-    model, loss, optimizer, data, batch_size=BATCH, exact=True, balance=False, shards=3, checkpoint_every=200
+    model, loss, optimizer, data, batch_size=BATCH, exact=True, balance=False, shards=3, checkpoint_every=20
 )
 trainer.fit(epochs=EPOCHS)
 times = sorted({round(-count) for count in model.counts.tolist()})

@@ -251,12 +251,25 @@ def long(name: str, epochs: int = 20) -> None:
         say(name, trainer)
 
 
+def two(name: str) -> None:
+    """Two trainers, one after the other."""
+    digests = []
+    for epochs in (2, 6):
+        model = Counting(make_net(is_plain=True))
+        with make_trainer(model, torch.optim.SGD(model.groups(momentum=0.9), lr=0.01), data()) as trainer:
+            trainer.fit(epochs=epochs)
+            digests.append(trainer.digest())
+            if epochs == 6:
+                say(name, trainer, digests=digests)
+
+
 JOBS: dict[str, Callable[[str], None]] = {
     "sgd": sgd,
     "adamw": adamw,
     "loop": loop,
     "calls": calls,
     "stream": stream,
+    "two": two,
     "short": functools.partial(long, epochs=8),
     "long": long,
 }

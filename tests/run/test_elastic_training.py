@@ -98,9 +98,10 @@ def test_two_killed_at_once_and_two_while_others_join(clean):
     assert Path(run.run_dir, "died-joining").exists()
 
 
-def test_too_few_wait_for_a_replacement(clean):
-    run = run_job(Faults().kill(rank=1, step=20, at="updating"), "short", "2:2")
-    check_ended_well(run, clean["short"], num_strikes=1)
+def test_too_few_wait_for_a_replacement_also_with_a_second_trainer(clean):
+    faults = Faults().kill(rank=1, step=8, at="updating").kill(rank=0, step=30, at="posted")
+    run = run_job(faults, "two", "2:2")
+    check_ended_well(run, clean["two"], num_strikes=2)
     assert run.of("waiting_for_workers")
     assert all(len(world.data["members"]) == 2 for world in run.of("world"))
 

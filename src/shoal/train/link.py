@@ -155,7 +155,7 @@ class Link:
             while True:
                 if (over := self.calls.get((trainer, call))) is not None:
                     return over
-                if self._is_in(self.world, self.generation):
+                if self._is_in(self.world, self.generation - 1):  # an earlier trainer may have entered it
                     assert self.world is not None
                     return self.world
                 if self.is_stopping:
