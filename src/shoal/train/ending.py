@@ -26,7 +26,9 @@ class Ending:
             signal.signal(signal.SIGTERM, self._take)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if self.is_asked or not self.is_stepping:
+        if self.is_asked:  # when a launcher dies, the kernel tells us, and then its guard: nobody is in more haste
+            return
+        if not self.is_stepping:
             self.end()
         self.is_asked = True
         timer = threading.Timer(PATIENCE_SECONDS, self.end)
