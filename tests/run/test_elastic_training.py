@@ -103,6 +103,7 @@ def test_too_few_wait_for_a_replacement_also_with_a_second_trainer(clean):
     run = run_job(faults, "two", "2:2")
     check_ended_well(run, clean["two"], num_strikes=2)
     assert run.of("waiting_for_workers")
+    assert all(len(world.data["members"]) == 2 for world in run.of("world"))
 
 
 def test_other_numbers_of_workers_while_it_runs(clean, box):

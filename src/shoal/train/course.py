@@ -182,15 +182,14 @@ class Course:
     def catch_up(self, step: int) -> bool:
         """Take the model from the checkpoint of that step, which the others made at the end of `fit`.
 
-        Where there are only newer ones, training went on from there, and so do we, without the model of that moment:
-        we shall get the newest before we train.
+        Where there are only newer ones, the newest has to do: training went on since.
         """
         store = self._route.store
         steps = [entry.step for entry in store.list()] if store is not None else []
-        if store is None or step not in steps:
-            return max(steps, default=-1) > step
-        loaded = store.load(step)
-        if loaded.state.step != step:
+        if store is None or max(steps, default=-1) < step:
+            return False
+        loaded = store.load(step if step in steps else None)
+        if loaded.state.step < step:
             return False
         self.place, _ = self._read(loaded.state)
         model = {

@@ -130,16 +130,20 @@ class Link:
         finally:
             self.is_apart = before
 
+    def tell_stepping(self, is_stepping: bool) -> None:
+        """Whether steps follow each other from now on. The coordinator hears of it at once."""
+        self.is_stepping = is_stepping
+        self._beat()
+
     @contextmanager
     def acting(self) -> Iterator[None]:
-        """Inside, the members do something that newcomers know nothing of. The coordinator hears of it at once."""
-        was_stepping, self.is_stepping = self.is_stepping, False
-        self._beat()
+        """Inside, the members do something that newcomers know nothing of."""
+        was_stepping = self.is_stepping
+        self.tell_stepping(False)
         try:
             yield
         finally:
-            self.is_stepping = was_stepping
-            self._beat()
+            self.tell_stepping(was_stepping)
 
     def say_called(self, name: str, result: Any) -> None:
         """A top-level call is over. Those who come later pass over it and get its result from here."""

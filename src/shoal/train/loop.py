@@ -230,12 +230,12 @@ class Trainer:
         try:
             self._ending.is_stepping = True
             if link is not None:
-                link.is_stepping = True
+                link.tell_stepping(True)
             yield
         finally:
             self._ending.is_stepping = False
             if link is not None:
-                link.is_stepping = False
+                link.tell_stepping(False)
 
     def _batch(self, loaded: Loaded) -> Batch:
         assert self._course.feed is not None
