@@ -51,6 +51,7 @@ _RUN_OPTIONS: Sequence[tuple[tuple[str, ...], dict[str, Any]]] = (
     (("--name",), {"metavar": "NAME", "help": "name of the run (default: made of time and script)"}),
     (("--resume",), {"metavar": "RUN", "help": "go on with a run, in its folder; SCRIPT may be left out"}),
     (("-o", "--option"), {"metavar": "K=V", "action": "append", "help": "an option of shoal; may be repeated"}),
+    (("--faults",), {"metavar": "FILE", "help": "what is to go wrong on purpose, as JSON: see docs/faults.md"}),
     (("--tensorboard",), {"action": "store_true", "help": "write TensorBoard files into the run folder"}),
     (("--json",), {"action": "store_true", "help": "in the end print a summary as JSON; output goes to stderr"}),
     (("--quiet",), {"action": "store_true", "help": "show nothing but errors; logs are written all the same"}),
@@ -193,11 +194,21 @@ def _read_job(options: argparse.Namespace, rest: list[str], recorded: Mapping[st
         min_workers=least,
         threads_per_worker=None if options.threads is None else _parse_count(options.threads, "--threads"),
         python=options.python,
-        env=_parse_pairs(options.env, "--env"),
+        env={**_read_faults(options.faults), **_parse_pairs(options.env, "--env")},
         framework=_check_framework(options.framework),
         options={**recorded.get("options", {}), **_parse_pairs(options.option, "-o")},
         working_dir=_here() if rest else recorded.get("working_dir") or _here(),
     )
+
+
+def _read_faults(path: str | None) -> dict[str, str]:
+    """The variable that tells workers of the faults in a file, which are looked at first."""
+    if path is None:
+        return {}
+    from shoal.testing.faults import Faults
+
+    Faults.read(path)
+    return {"SHOAL_FAULTS": f"@{os.path.abspath(path)}"}
 
 
 def _here() -> str:

@@ -25,6 +25,7 @@ BAD = {
     "a range the wrong way round": (["-n", "4:2", "good.py"], "-n 4:2 asks for at least 4 workers and at most 2"),
     "elastic tensorflow": (["-n", "1:2", "--framework", "tensorflow", "good.py"], "cannot come and go"),
     "env without value": (["--env", "NAME", "good.py"], "--env 'NAME' is not of the form NAME=VALUE"),
+    "no such file of faults": (["--faults", "none.json", "good.py"], "Cannot read the faults in none.json."),
     "env without name": (["--env", "=1", "good.py"], "--env '=1'"),
     "option without value": (["-o", "exact", "good.py"], "-o 'exact'"),
     "unknown option": (["--nun-workers", "2", "good.py"], "did you mean `--num-workers`"),
