@@ -90,6 +90,7 @@ def test_killed_inside_evaluate_and_predict(clean):
     assert "1.1" in joined, "the replacement came into the second fit"
 
 
+@pytest.mark.slow
 def test_two_killed_at_once_and_two_while_others_join(clean):
     faults = Faults().kill(rank=1, step=6, at="backward").kill(rank=2, step=6, at="backward")
     run = run_job(faults, "stream", "1:3", ELASTIC_WANTED="3")
@@ -106,6 +107,7 @@ def test_too_few_wait_for_a_replacement_also_with_a_second_trainer(clean):
     assert all(len(world.data["members"]) == 2 for world in run.of("world"))
 
 
+@pytest.mark.slow
 def test_other_numbers_of_workers_while_it_runs(clean, box):
     process = box.start("run", "-n", "1:3", "--name", "many", JOBS, "short", env={**box.env, "ELASTIC_PAUSE": "0.15"})
 

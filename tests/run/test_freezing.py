@@ -32,6 +32,7 @@ def digest_in(text: str) -> str:
     return str(digest)
 
 
+@pytest.mark.slow
 def test_frozen_at_any_point_nothing_but_time_is_lost(clean: str) -> None:
     faults = Faults()
     for number, point in enumerate(("forward", "summed", "updating")):
@@ -47,6 +48,7 @@ def test_frozen_at_any_point_nothing_but_time_is_lost(clean: str) -> None:
         assert event.data["stack"] == ["(the process is stopped (SIGSTOP))"]
 
 
+@pytest.mark.slow
 @rigs.needs("freezer cgroups")
 def test_frozen_by_the_kernel(clean: str, box: Box) -> None:
     """As containers are paused: no signal is seen, and none gets through."""

@@ -76,7 +76,7 @@ class Run:
 
 @pytest.mark.parametrize(
     ("size", "number"),
-    [("2", signal.SIGKILL), ("1:2", signal.SIGKILL), ("1:2", signal.SIGINT), ("2", signal.SIGTERM)],
+    [("2", signal.SIGKILL), ("1:2", signal.SIGKILL), ("1:2", signal.SIGINT)],
 )
 def test_what_was_done_is_saved_and_gone_on_with(box: Box, clean: dict[int, str], size: str, number: int) -> None:
     run = Run(box, size)
@@ -96,7 +96,8 @@ def test_what_was_done_is_saved_and_gone_on_with(box: Box, clean: dict[int, str]
     assert (facts.get("min_workers"), facts["num_workers"]) == (least, 2 if is_plain else 3)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_with_long_steps_an_older_checkpoint_is_used(box: Box, clean: dict[int, str], number: int) -> None:
     run = Run(box, "1:2", steps=6, pause=1.6)
     box.wait_for(lambda: 2 in run.checkpoints() and run.num_steps() >= 3, 40)
@@ -106,6 +107,7 @@ def test_with_long_steps_an_older_checkpoint_is_used(box: Box, clean: dict[int, 
     assert run.resume("stopped_job.py", "6", "0") == clean[6]
 
 
+@pytest.mark.slow
 def test_the_launcher_killed_while_a_checkpoint_is_written(box: Box, clean: dict[int, str]) -> None:
     faults = [{"kind": "kill_launcher", "rank": 0, "step": 4, "at": "saving", "incarnation": 0}]
     run = Run(box, "1:2", steps=6, pause=1.2, SHOAL_FAULTS=json.dumps(faults))

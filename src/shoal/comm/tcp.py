@@ -135,10 +135,14 @@ class TcpWork:
             try:
                 self._work.wait(timedelta(seconds=LOOK_SECONDS))
                 return
-            except RuntimeError as error:
+            except RuntimeError:
                 if self._work.is_completed():
-                    raise self._roll.roll_call(str(error)) from error
+                    break
             self._roll.look(self._name, self._code, began)
+        try:
+            self._work.wait()  # it may have been done in the very moment in which our patience ended
+        except RuntimeError as error:
+            raise self._roll.roll_call(str(error)) from error
 
 
 class StreamWork:
