@@ -68,6 +68,7 @@ def test_twenty_kills(clean):
     check_ended_well(run_job(faults, "long", "2:3"), clean["long"], num_strikes=20)
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_and_an_optimizer_that_cannot_be_divided(clean):
     faults = (
         Faults()

@@ -186,7 +186,7 @@ class Simulation:
         """Nothing passes to or from this worker for a while."""
         process = self.workers.get(worker)
         if process is not None:
-            process.cut_until = self.now + seconds
+            process.cut_until = max(process.cut_until, self.now + seconds)
 
     def slow(self, worker: int, factor: float) -> None:
         process = self.workers.get(worker)
