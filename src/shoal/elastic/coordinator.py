@@ -33,7 +33,7 @@ class Coordinator:
         self._places: dict[str, Place] = {}
         self._standing: dict[str, float] = {}
         self._time = OwnTime()
-        self._best_step = -1
+        self._best_step = 0
         self._apart: set[str] = set()
         self._named: set[str] = set()
         self._heard = {
@@ -116,6 +116,8 @@ class Coordinator:
         return [*told, *self._settle(now)]
 
     def _gather(self, process: Process, data: Mapping[str, Any], now: float) -> list[Decision]:
+        if self._is_of_now(process, data):
+            self._saw_step(int(data.get("step") or 0))  # whole Worlds may pass between two beats
         decisions = self.relay.gather(process.id, data, self._time.now)
         if decisions:
             self.state = membership.met(self.state)
@@ -142,10 +144,7 @@ class Coordinator:
             return []
         if process.id not in self.state.standing:
             self.calls.saw(process.id, data)
-        if step > self._best_step:
-            self._best_step = step
-            self._named.clear()
-            self.state = membership.progressed(self.state)
+        self._saw_step(step)
         if process.id in self.state.at_work:
             return []
         self.state = membership.entered(self.state, process.id)
@@ -168,6 +167,12 @@ class Coordinator:
         call = list(self.calls.finished.values())[-1:]
         late = [p.worker for p in self.state.processes.values() if p.is_told and not p.is_entered]
         return [*(Tell(worker, called_message(call)) for worker in late), *self._settle(now)]
+
+    def _saw_step(self, step: int) -> None:
+        if step > self._best_step:
+            self._best_step = step
+            self._named.clear()
+            self.state = membership.progressed(self.state)
 
     def _is_of_now(self, process: Process, data: Mapping[str, Any]) -> bool:
         """The message is about the newest World, and from one of its members."""
@@ -196,7 +201,7 @@ class Coordinator:
         self.detector.settled()
         self._standing.clear()
         if world.is_fresh:
-            self._best_step = -1
+            self._best_step = 0
 
     def _places_now(self) -> Places:
         members = self.world.ids if self.world is not None else ()

@@ -193,7 +193,7 @@ class Link:
 
     def gather(self, generation: int, trainer: int, key: str, value: str, timeout_seconds: float) -> list[str]:
         """Everyone's value in that generation, by rank. Raises MemberLost once there is a newer World."""
-        self.send("gather", generation=generation, trainer=trainer, key=key, value=value)
+        self.send("gather", generation=generation, trainer=trainer, key=key, value=value, step=self.step)
         name, deadline = (generation, trainer, key), time.monotonic() + timeout_seconds
         with self._news:
             while name not in self._gathered:

@@ -36,8 +36,8 @@ class Run:
             )
         return found
 
-    def gather(self, worker: int, generation: int, value=None, key: str = "enter") -> list:
-        return self.hear(worker, "gather", generation=generation, trainer=0, key=key, value=value)
+    def gather(self, worker: int, generation: int, value=None, key: str = "enter", step: int = 0) -> list:
+        return self.hear(worker, "gather", generation=generation, trainer=0, key=key, value=value, step=step)
 
     def exit(self, worker: int, code: int = -9, is_retryable: bool = False) -> list:
         return self.do(self.coordinator.exited(worker, code, self.now, is_retryable=is_retryable))
@@ -277,6 +277,38 @@ def test_steps_in_between_forgive_losses():
         run.stand(0, 2)
         assert "worker_joined" in run.notes()
         run.beat(0, 2, 1, step=10 * round_ + 15)
+
+
+def test_steps_that_no_beat_told_of_forgive_losses_too():
+    run = Run(3).all_in()
+    for round_ in range(8):
+        run.exit(1)
+        assert not run.fails()
+        run.start(1)
+        run.ready(1)
+        for worker in (0, 2):
+            run.gather(worker, run.coordinator.world.generation, step=10 * round_ + 10)
+        run.beat(0, 2, step=0)
+        run.stand(0, 2)
+        assert "worker_joined" in run.notes()
+
+
+def test_beginning_again_is_no_step():
+    """All are lost at their first step, one after the other, twice."""
+    run = Run(2).all_in()
+    run.exit(0)
+    run.exit(1)
+    for worker in (0, 1):
+        run.start(worker)
+    for worker in (0, 1):
+        run.ready(worker)
+    for worker in (0, 1):
+        run.gather(worker, run.coordinator.world.generation)
+    run.beat(0, 1, step=0)
+    run.exit(0)
+    assert not run.fails()
+    run.exit(1)
+    assert run.fails() == ["Workers were lost 4 times in a row without a step in between."]
 
 
 def test_one_that_fails_again_and_again_is_started_later_and_later():
