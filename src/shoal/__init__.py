@@ -15,6 +15,7 @@ from shoal.spec.errors import (
     UserError,
     WorkerError,
 )
+from shoal.spec.strategy import all_reduce, diloco, local, pipeline, sharded, tensor
 from shoal.version import __version__
 
 if TYPE_CHECKING:
@@ -32,7 +33,13 @@ __all__ = [
     "UserError",
     "WorkerError",
     "__version__",
+    "all_reduce",
+    "diloco",
     "launch",
+    "local",
+    "pipeline",
+    "sharded",
+    "tensor",
 ]
 
 _LAZY = {"Trainer": "shoal.train.loop", "launch": "shoal.run"}

@@ -284,6 +284,9 @@ def tell(note: Note, num_workers: int, how: str, *, is_back: bool) -> str:
             return f"rank {rank} hangs: others have waited {data.get('waited_seconds', 0.0):.1f} s for it{then}"
         case "waiting_for_workers":
             return f"{data.get('present')} left and {data.get('min_workers')} needed; waiting for replacements"
+        case "going_on_with_few":
+            needed = data.get("min_workers")
+            return f"{data.get('present')} left and {needed} needed; going on, for replacements cannot catch up"
     return ""
 
 

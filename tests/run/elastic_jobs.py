@@ -232,6 +232,23 @@ def calls(name: str) -> None:
         say(name, trainer, first=first, second=second, rows=float(rows.double().sum()))
 
 
+def left(name: str) -> None:
+    """A loop that is left early, then what a worker that comes later must make by itself."""
+    model = make_net()
+    held_out = data()[:2]
+    with make_trainer(model, torch.optim.AdamW(model.parameters(), 1e-3), data(), ema=0.9) as trainer:
+        for batch in trainer:
+            trainer.step(batch)
+            if trainer.place.step == 5:
+                break
+        own = trainer.predict(held_out)
+        with trainer.averaged():
+            averaged = trainer.predict(held_out)
+            measured = trainer.evaluate(held_out, error)
+        trainer.fit(steps=30)
+        say(name, trainer, sums=[float(rows.double().sum()) for rows in (own, averaged)], measured=measured)
+
+
 def stream(name: str) -> None:
     """A dataset without an order that could be asked for; workers die while others join."""
     let_die_while_joining()
@@ -268,6 +285,7 @@ JOBS: dict[str, Callable[[str], None]] = {
     "adamw": adamw,
     "loop": loop,
     "calls": calls,
+    "left": left,
     "stream": stream,
     "two": two,
     "short": functools.partial(long, epochs=8),

@@ -91,6 +91,13 @@ def test_killed_inside_evaluate_and_predict(clean):
     assert "1.1" in joined, "the replacement came into the second fit"
 
 
+def test_one_that_comes_after_a_loop_was_left_makes_the_predictions_itself(clean):
+    faults = Faults().kill(rank=1, step=12, at="backward")
+    run = run_job(faults, "left", "2:2")
+    check_ended_well(run, clean["left"], num_strikes=1)
+    assert len(endings_in(run.log(1))) == 1, "it saw the end, with the same predictions as the others"
+
+
 @pytest.mark.slow
 def test_two_killed_at_once_and_two_while_others_join(clean):
     faults = Faults().kill(rank=1, step=6, at="backward").kill(rank=2, step=6, at="backward")

@@ -18,7 +18,13 @@ NAMES = [
     "UserError",
     "WorkerError",
     "__version__",
+    "all_reduce",
+    "diloco",
     "launch",
+    "local",
+    "pipeline",
+    "sharded",
+    "tensor",
 ]
 
 TRAINER = {

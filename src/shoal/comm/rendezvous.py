@@ -53,8 +53,8 @@ def _no_store(address: str, port: int, timeout_seconds: float) -> UserError:
     )
 
 
-Gather = Callable[[str, str], list[str]]
-"""(key, value) -> everyone's value for that key, in rank order."""
+Gather = Callable[[str, str, Sequence[int] | None], list[str]]
+"""(key, value, ranks) -> the values of these ranks for that key, in their order; None is all. Only they call it."""
 
 Look = Callable[[Sequence[int], float], None]
 """(ranks, seconds): called ten times a second by whoever has waited so long for these ranks; may raise to end it."""
@@ -86,6 +86,18 @@ class Rendezvous:
         self._store: Store | None = PrefixStore(f"shoal/{generation}", store) if store is not None else None
         self._gather = gather
 
+    def among(self, name: str, ranks: Sequence[int]) -> "Rendezvous":
+        """Where only these ranks find each other, in this order. `name` tells such places apart."""
+        gather, look = self._gather, self.look
+        return Rendezvous(
+            ranks.index(self.rank),
+            len(ranks),
+            self.timeout_seconds,
+            store=PrefixStore(name, self._store) if gather is None and self._store is not None else None,
+            gather=None if gather is None else lambda key, value, _: gather(f"{name}/{key}", value, ranks),
+            look=lambda peers, seconds: look([ranks[peer] for peer in peers], seconds),
+        )
+
     @property
     def store(self) -> Store:
         if self._store is None:
@@ -103,7 +115,7 @@ class Rendezvous:
     def gather(self, key: str, value: str) -> list[str]:
         """Everyone's value for `key`, in rank order. Raises MemberLost naming those who did not come in time."""
         if self._gather is not None:
-            return self._gather(key, value)
+            return self._gather(key, value, None)
         keys = [f"{key}/{peer}" for peer in range(self.size)]
         try:
             self.store.set(keys[self.rank], value)

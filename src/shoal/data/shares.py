@@ -31,7 +31,10 @@ def _count_shards(num_shards: int, shares: Sequence[float]) -> list[int]:
         raise BugError(f"Shares {list(shares)} cannot be handed out: they must be 0 or more, and not all 0.")
     wanted = [num_shards * share / total for share in shares]
     enough = num_shards >= sum(share > 0 for share in shares)
-    least = [1 if share > 0 and enough else 0 for share in shares]
+    if not enough:
+        largest = sorted(range(len(shares)), key=lambda rank: (-shares[rank], rank))[:num_shards]
+        return [int(rank in largest) for rank in range(len(shares))]
+    least = [int(share > 0) for share in shares]
     counts = [max(int(want), low) for want, low in zip(wanted, least, strict=True)]
     while (left := num_shards - sum(counts)) != 0:
         step = 1 if left > 0 else -1

@@ -43,6 +43,7 @@ class Coordinator:
             "beat": self._beat,
             "waiting": self._waiting,
             "called": self._called,
+            "idle": self._idle,
         }
 
     @property
@@ -167,6 +168,11 @@ class Coordinator:
         call = list(self.calls.finished.values())[-1:]
         late = [p.worker for p in self.state.processes.values() if p.is_told and not p.is_entered]
         return [*(Tell(worker, called_message(call)) for worker in late), *self._settle(now)]
+
+    def _idle(self, process: Process, data: Mapping[str, Any], now: float) -> list[Decision]:
+        """A newcomer cannot get to where the members are. They do not wait for it."""
+        self.state = membership.idle(self.state, process.worker)
+        return self._settle(now)
 
     def _saw_step(self, step: int) -> None:
         if step > self._best_step:

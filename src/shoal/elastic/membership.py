@@ -24,6 +24,7 @@ LEAVE_SECONDS = 30.0
 class Phase(Enum):
     STARTING = "starting"
     READY = "ready"
+    IDLE = "idle"
     MEMBER = "member"
     LEAVING = "leaving"
 
@@ -137,6 +138,13 @@ def ready(state: Membership, worker: int, node: str) -> Membership:
     return change(state, worker, phase=Phase.READY, node=node)
 
 
+def idle(state: Membership, worker: int) -> Membership:
+    """It has found that it can never be in the World."""
+    if state.processes[worker].phase is not Phase.READY:
+        return state
+    return change(state, worker, phase=Phase.IDLE)
+
+
 def met(state: Membership) -> Membership:
     """All members of the newest World have met in it: from here on each may hold the state of the run."""
     assert state.world is not None
@@ -205,6 +213,8 @@ def exited(state: Membership, worker: int, code: int, now: float, *, is_retryabl
         return state, []
     if gone.phase is Phase.LEAVING or (gone.phase is not Phase.MEMBER and worker >= state.num_wanted):
         return state, []
+    if gone.is_condemned and state.is_ending and gone.phase is not Phase.MEMBER:
+        return state, []  # nobody needed it any more
     if code == 0 and not gone.is_condemned:
         return replace(state, is_ending=True, left=state.left | {gone.id}), []
     if code > 0 and not is_retryable and not gone.is_condemned:

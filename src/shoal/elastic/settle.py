@@ -57,7 +57,7 @@ def _dismiss(state: Membership, now: float) -> Step:
 
 
 def _why_dismiss(state: Membership, process: Process, now: float) -> str:
-    is_outside = process.phase in (Phase.STARTING, Phase.READY)
+    is_outside = process.phase in (Phase.STARTING, Phase.READY, Phase.IDLE)
     if process.worker >= state.num_wanted and is_outside:
         return "the run was resized"
     if process.phase is Phase.LEAVING and now - process.since > LEAVE_SECONDS:
@@ -72,7 +72,7 @@ def _why_dismiss(state: Membership, process: Process, now: float) -> str:
 def _is_in_vain(state: Membership, process: Process) -> bool:
     """A newcomer that waits while the run ends."""
     is_ending = state.is_ending and state.world is not None
-    return is_ending and process.phase is Phase.READY and process.id not in state.stopped
+    return is_ending and process.phase in (Phase.READY, Phase.IDLE) and process.id not in state.stopped
 
 
 def is_all_lost(state: Membership) -> bool:
@@ -134,9 +134,22 @@ def _publish_forced(state: Membership, members: Sequence[Process], places: Place
         state, made = _make_world(state, members, [], now)
         return state, [*made, *noted]
     together = [*members, *_joiners(state, places)]
-    if len(together) < state.min_workers:
+    if len(together) < state.min_workers and _can_more_come(state, together):
         return _wait_for_workers(state, len(together))
-    return _make_world(state, together, [], now)
+    state, made = _make_world(state, together, [], now)
+    return state, [*made, *_note_few(state, len(together))]
+
+
+def _can_more_come(state: Membership, present: Sequence[Process]) -> bool:
+    """Somebody who is wanted may still come: it is not here, and is not one who found that it cannot."""
+    missing = set(range(state.num_wanted)) - {process.worker for process in present}
+    return any(w not in state.processes or state.processes[w].phase is not Phase.IDLE for w in missing)
+
+
+def _note_few(state: Membership, num_present: int) -> list[Decision]:
+    if num_present >= state.min_workers:
+        return []
+    return [Note("going_on_with_few", None, {"present": num_present, "min_workers": state.min_workers})]
 
 
 def _hold(state: Membership, members: Sequence[Process], places: Places, now: float) -> Step:

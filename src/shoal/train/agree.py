@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from shoal.data.sources import Source
 from shoal.data.stream import StreamSource
 from shoal.spec.errors import UserError
 from shoal.train.resume import hyper_parameters, plain
-from shoal.train.settings import Settings
+from shoal.train.settings import Settings, values_of
 
 OWN = ("compile", "keep", "loaders", "microbatch_size", "threads", "timeout_seconds")
 """Settings that each worker may have for itself."""
@@ -76,7 +75,7 @@ def _is_tensor(value: object) -> bool:
 
 def facts_of(settings: Settings, ledger: Ledger, scheduler: Any) -> dict[str, object]:
     """What must be the same on all workers, by the names that people know it by."""
-    facts: dict[str, object] = {k: v for k, v in asdict(settings).items() if k not in OWN}
+    facts: dict[str, object] = {k: v for k, v in values_of(settings).items() if k not in OWN}
     facts |= {"the number of samples": ledger.num_samples, "the number of shards": ledger.num_shards}
     facts["the scheduler"] = type(scheduler).__name__
     return facts | {"the state of the scheduler": plain(scheduler.state_dict()) if scheduler is not None else None}

@@ -27,6 +27,7 @@ class Calls:
         self._team, self._progress, self._trainer = team, progress, trainer
         self._number = self._depth = 0
         self._untold: tuple[str, Any] | None = None
+        self._is_kept = True
 
     @contextmanager
     def make(self, name: str) -> Iterator[Call]:
@@ -48,12 +49,15 @@ class Calls:
                 self._number += 1
                 if (is_done or is_left) and not call.is_over:
                     self._untold = (name, call.result)
+                self._is_kept = is_done
                 if is_done:  # a loop that was left may have been left by an error: the next call will tell
                     self._say(link)
 
     def _say(self, link: Link) -> None:
         """A call is over, and all say it: whoever is to say it alone may die before."""
         if self._untold is not None:
+            if not self._is_kept:
+                self._progress.keep()
             link.say_called(*self._untold)
             self._untold = None
 
@@ -74,4 +78,4 @@ class Calls:
         """Be as if the call had been made: what the script does next may use the model."""
         if name in ("fit", "iterate"):
             return self._progress.catch_up(int(result["step"]))
-        return name != "predict"
+        return True

@@ -82,16 +82,21 @@ class ChunkedOptimizer:
         """Update the owned chunks from `gradients`."""
         self.optimizer.step()
 
-    def step_some(self, numbers: range) -> None:
-        """Update some of the owned chunks; those from the first on, in order, until all are done."""
-        self._fill_groups(numbers, with_witness=numbers.start == 0)
-        try:
+    @contextmanager
+    def in_batches(self) -> Iterator[Callable[[range], None]]:
+        """Inside, what is given updates some of the owned chunks at a time: from the first on, until all are done."""
+
+        def step_some(numbers: range) -> None:
+            self._fill_groups(numbers, with_witness=numbers.start == 0)
             self.optimizer.step()
+
+        try:
+            yield step_some
         finally:
             self._fill_groups(range(len(self._owned)), with_witness=True)
 
     def changes(self, numbers: range) -> list[torch.Tensor]:
-        """Everything that `step_some` changes and that others need, as flat tensors."""
+        """Everything that updating these chunks changes and that others need, as flat tensors."""
         flats = [self._flat.values, *self._state.values()]
         return [flat[self._owned[n].start : self._owned[n].stop] for n in numbers for flat in flats]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shoal.checkpoint.fence import newest_generation
-from shoal.checkpoint.state import State
+from shoal.checkpoint.state import State, digest
 from shoal.checkpoint.store import FolderStore
 from shoal.data.ledger import Ledger, Place, StepPlan
 from shoal.data.loader import Loader
@@ -20,7 +20,8 @@ from shoal.train import setup
 from shoal.train.agree import check_same, facts_of
 from shoal.train.divergence import find_diverged
 from shoal.train.feed import Feed
-from shoal.train.handover import share_tensors
+from shoal.train.flat import named_tensors
+from shoal.train.handover import share_facts, share_tensors
 from shoal.train.resume import read_progress, write_progress
 from shoal.train.saving import say
 from shoal.train.sync.sync import Outcome
@@ -61,12 +62,16 @@ class Course:
         self.plan: StepPlan | None = None
         self.at_start: torch.Tensor | None = None
         self.compute_seconds = 0.0
+        self.is_averaged = False
+        self._caught_average: dict[str, torch.Tensor] = {}
         self._first_generation = 0
         self._num_repairs: Counter[int] = Counter()
         self.schedule = self._equal_shares()
+        self._shapes = {name: value.shape for name, value in named_tensors(subject.model)}
 
     def _equal_shares(self) -> Schedule:
-        return Schedule(self._subject.num_shards, [1 / self._team.size] * self._team.size)
+        num_copies = self._team.mesh.num_copies
+        return Schedule(self._subject.num_shards, [1 / num_copies] * num_copies)
 
     def load(self, start: Callable[[Place], Loader]) -> Feed:
         """Batches from here on, and from wherever we are when the World has changed."""
@@ -115,25 +120,28 @@ class Course:
     def repair(self, checksums: tuple[float, ...]) -> None:
         """Copies of the parameters differ: name those that are not like most, and give them the others' state."""
         diverged, source = find_diverged(checksums)
-        sync, group = self._team.sync, self._team.group
-        assert sync is not None
-        for rank in diverged:
-            self._num_repairs[self._team.worker(rank)] += 1
-        self._team.together(lambda: share_tensors(group, dict(sync.replica.tensors()), source), self)
+        team, num_copies = self._team, self._team.mesh.num_copies
+        workers, good, me = [team.worker_of(copy) for copy in diverged], team.worker_of(source), team.copy
+        is_sure = len(diverged) < num_copies - len(diverged)
+        self._num_repairs.update(workers)
+        # After a loss all have the lead's parameters, and who is asked makes no difference.
+        team.together(lambda: self._copy_from(min(source, team.copies.size - 1)), self)
         if self._team.rank == 0:
-            self._tell_diverged(diverged, source)
-        if any(self._num_repairs[self._team.worker(rank)] > MOST_REPAIRS for rank in diverged if rank == group.rank):
+            self._tell_diverged(workers, good, is_sure)
+        if me in diverged and self._num_repairs[workers[diverged.index(me)]] > MOST_REPAIRS:
             raise Retryable(
                 f"The parameters of this worker differed from the others' {MOST_REPAIRS + 1} times.",
                 why="its memory or its processor makes mistakes",
                 hint="test the machine's memory; replace it if this happens again",
             )
 
-    def _tell_diverged(self, diverged: list[int], source: int) -> None:
-        workers = [self._team.worker(rank) for rank in diverged]
-        is_sure = len(diverged) < self._team.size - len(diverged)
+    def _copy_from(self, source: int) -> None:
+        assert self._team.sync is not None
+        share_tensors(self._team.copies, dict(self._team.sync.replica.tensors()), source)
+
+    def _tell_diverged(self, workers: list[int], good: int, is_sure: bool) -> None:
         for worker in workers:
-            data = {"worker": worker, "repaired_from": self._team.worker(source), "is_sure": is_sure}
+            data = {"worker": worker, "repaired_from": good, "is_sure": is_sure}
             self._route.recorder.event("replica_diverged", self.place.step, **data)
         names = ", ".join(map(str, workers))
         doubt = "" if is_sure else " (or those of the others were wrong: with so few nobody can tell)"
@@ -147,6 +155,7 @@ class Course:
         facts = facts_of(of.settings, route.ledger, route.scheduler)
         check_same(self._team.group, of.model, of.optimizer, facts)
         setup.check_same_data(self._team.group, route.source, route.recorder)
+        self._team.divide()
         self._team.agree()
         if route.store is not None and world is not None:  # this run's Worlds come after those of an earlier one
             self._first_generation = newest_generation(route.store.folder) + 1 - world.generation
@@ -165,6 +174,21 @@ class Course:
             self._route.store.fence(self._first_generation + generation, wait=False)
         if self.feed is not None:
             self.feed.drop()
+        self.show_average(self.is_averaged)
+
+    def show_average(self, is_average: bool) -> None:
+        """Let the model have the moving average of its parameters, or its own again."""
+        sync = self._team.sync
+        if sync is not None:
+            sync.replica.show(is_average=is_average)
+        elif is_average != self.is_averaged:  # a newcomer that passes over what the others did with it
+            parameters = dict(self._subject.model.named_parameters())
+            for name, other in self._caught_average.items():
+                value = parameters[name].detach()
+                kept = value.clone()
+                value.copy_(other)
+                other.copy_(kept)
+        self.is_averaged = is_average
 
     def tell(self) -> dict[str, Any]:
         """What a newcomer needs to know besides the tensors and what the optimizer has counted."""
@@ -196,22 +220,56 @@ class Course:
             name.removeprefix("model/"): t for name, t in loaded.state.tensors.items() if name.startswith("model/")
         }
         self._subject.model.load_state_dict(model)
+        self._caught_average = {
+            name.removeprefix("ema/"): t for name, t in loaded.state.tensors.items() if name.startswith("ema/")
+        }
         return True
 
     # From one run to the next.
 
+    def save(self, *, wait: bool = False) -> None:
+        """Save a checkpoint of this moment. With `wait` it is on disk when any worker goes on."""
+        if wait:
+            self._team.together(lambda: self.write(wait=True), self)
+        else:
+            self.write()
+
+    def keep(self) -> None:
+        """Have a checkpoint of this moment on disk, for those who come later."""
+        if self.place.step != self.saved_step:
+            self.save(wait=True)
+
     def write(self, *, wait: bool = False) -> None:
-        """Save a checkpoint of this moment; rank 0 does it."""
+        """Rank 0 saves a checkpoint; the others only take note of it."""
         self.saved_step = self.place.step
         sync, store = self._team.sync, self._route.store
         assert sync is not None
         self._subject.reach("saving")
+        tensors = self.whole()
         if store is not None and self._team.rank == 0:
-            tensors = dict(sync.replica.tensors())
             state = State(step=self.place.step, tensors=tensors, facts=self._facts(sync.replica.scalars()))
             store.save(state, wait=wait)
         if wait and not self._team.is_elastic:
             sync.barrier()
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """All state that must survive, on rank 0; others get less. All workers call it together."""
+        sync, cut, parts = self._team.sync, self._team.cut, self._team.parts
+        assert sync is not None
+        sync.replica.show(is_average=False)
+        tensors = sync.tensors()
+        sync.replica.show(is_average=self.is_averaged)
+        return tensors if cut is None or parts is None or self._team.copy else cut.join(tensors, parts)
+
+    def digest(self) -> str:
+        """The sha256 of the whole model, as it is now."""
+        team = self._team
+        if team.cut is None:
+            named = named_tensors(self._subject.model)
+            return digest({f"model/{name}": value.detach() for name, value in named})
+        prefix = "ema/" if self.is_averaged else "model/"
+        found = {name: value for name, value in self.whole().items() if name.startswith(prefix)}
+        return str(share_facts(team.group, {"digest": digest(found)}, 0)["digest"])
 
     def can_resume(self) -> bool:
         return self._route.store is not None and bool(self._route.store.list())
@@ -228,7 +286,8 @@ class Course:
         loaded = store.load()
         setup.check_same_step(self._team.group, loaded.state.step)
         place, counts = self._read(loaded.state)
-        sync.replica.restore(loaded.state.tensors, counts)
+        cut, tensors = self._team.cut, loaded.state.tensors
+        sync.replica.restore(tensors if cut is None else cut.take(tensors, self._team.part), counts)
         sync.barrier()
         self.place = place
         self.saved_step = place.step
@@ -243,4 +302,4 @@ class Course:
 
     def _read(self, state: State) -> tuple[Place, list[dict[str, float]]]:
         of, route = self._subject, self._route
-        return read_progress(state, route.ledger, of.settings, of.optimizer, route.scheduler, of.model)
+        return read_progress(state, route.ledger, of.settings, of.optimizer, route.scheduler, self._shapes)

@@ -18,6 +18,9 @@ from shoal.train.loss import Loss, as_sum, move
 Forward = Callable[[nn.Module, Any], Any]
 """(model, batch) -> tensors whose first dimension is the batch's samples."""
 
+Use = Callable[[Callable[[nn.Module, Any], Any], Any], Any]
+"""(function, batch) -> what `function(model, batch)` gives, whoever has the model."""
+
 
 def call_model(model: nn.Module, batch: Any) -> Any:
     """Feed a batch to a model as most expect it: a tensor, the first of a tuple, or keywords from a dict."""
@@ -27,7 +30,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def evaluate(
-    model: nn.Module, loss: Loss, source: Any, group: Group, block: int, device: torch.device
+    model: nn.Module, use: Use, loss: Loss, source: Any, group: Group, block: int, device: torch.device
 ) -> dict[str, float]:
     """The mean over all samples of what `loss` returns: a scalar, (sum, weight), or a dict of names to either.
 
@@ -43,7 +46,7 @@ def evaluate(
             ids = np.arange(*blocks[index])
             batch = move(source.fetch(ids), device)
             with in_user_code(group.rank, None, batch, f"evaluating samples {ids[0]} to {ids[-1]}", loss):
-                names, row = measure(loss(model, batch), len(ids))
+                names, row = measure(use(loss, batch), len(ids))
             rows[index] = row if mine else [0.0] * len(row)
     table = gather_rows(rows, len(blocks), group)
     sums = [(math.fsum(table[:, 2 * i]), math.fsum(table[:, 2 * i + 1])) for i in range(len(names))]
@@ -85,7 +88,9 @@ def gather_rows(rows: Mapping[int, list[float]], num_rows: int, group: Group) ->
     return table.numpy()
 
 
-def predict(model: nn.Module, forward: Forward, source: Any, group: Group, block: int, device: torch.device) -> Any:
+def predict(
+    model: nn.Module, use: Use, forward: Forward, source: Any, group: Group, block: int, device: torch.device
+) -> Any:
     """The model's outputs for every sample, in the dataset's order, on every worker.
 
     Outputs are tensors, or tuples or dicts of tensors.
@@ -99,7 +104,7 @@ def predict(model: nn.Module, forward: Forward, source: Any, group: Group, block
             ids = np.arange(*blocks[index])
             batch = move(source.fetch(ids), device)
             with in_user_code(group.rank, None, batch, f"predicting samples {ids[0]} to {ids[-1]}", forward):
-                outputs.append(check_output(forward(model, batch), len(ids)))
+                outputs.append(check_output(use(forward, batch), len(ids)))
     counts = [sum(blocks[i][1] - blocks[i][0] for i in of_rank) for of_rank in ranges]
     return join(outputs, counts, group)
 

@@ -91,9 +91,14 @@ class FlatModel:
 
     def place(self, *, is_source: bool) -> None:
         """Move the parameters into the buffer; the source's values are everybody's once all have seen them."""
-        for parameter, view in zip(self.parameters, self.views(self.values), strict=True):
-            if is_source:
+        if is_source:
+            for parameter, view in zip(self.parameters, self.views(self.values), strict=True):
                 view.copy_(parameter.detach())
+        self.point_to(self.values)
+
+    def point_to(self, flat: torch.Tensor) -> None:
+        """Let the parameters be views of another buffer."""
+        for parameter, view in zip(self.parameters, self.views(flat), strict=True):
             parameter.data = view
 
     def views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -106,9 +111,8 @@ class FlatModel:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Everything in the model that has a name, trainable or not, as `model/...`."""
-        for name, value in self.model.state_dict(keep_vars=True).items():
-            if isinstance(value, torch.Tensor):
-                yield f"model/{name}", value.detach()
+        for name, value in named_tensors(self.model):
+            yield f"model/{name}", value.detach()
 
     def restore_rest(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy back what is not trainable: buffers and frozen parameters, which every worker has for itself."""
@@ -121,6 +125,13 @@ class FlatModel:
         """Give every parameter memory of its own again."""
         for parameter in self.parameters:
             parameter.data = parameter.detach().clone()
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Everything in a model that has a name and values, parameters as such."""
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
 
 
 def named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[tuple[str, nn.Parameter]]]:

@@ -172,6 +172,7 @@ class Link:
     def idle(self, why: str) -> NoReturn:
         """Take no part until the run is over, then end."""
         print(f"shoal: this worker stays idle: {why}", file=sys.stderr, flush=True)
+        self.send("idle", reason=why)
         with self._news:
             while not self.is_stopping:
                 self._news.wait()
@@ -191,9 +192,21 @@ class Link:
     def _is_in(self, world: World | None, after: int) -> bool:
         return world is not None and world.generation > after and any(m.id == self.id for m in world.members)
 
-    def gather(self, generation: int, trainer: int, key: str, value: str, timeout_seconds: float) -> list[str]:
-        """Everyone's value in that generation, by rank. Raises MemberLost once there is a newer World."""
-        self.send("gather", generation=generation, trainer=trainer, key=key, value=value, step=self.step)
+    def gather(
+        self,
+        generation: int,
+        trainer: int,
+        key: str,
+        value: str,
+        timeout_seconds: float,
+        among: Sequence[str] | None = None,
+    ) -> list[str]:
+        """The values of everyone, or of the members named, in that generation, in order.
+
+        Raises MemberLost once there is a newer World.
+        """
+        data = {"generation": generation, "trainer": trainer, "key": key, "value": value, "step": self.step}
+        self.send("gather", **data, **({"among": list(among)} if among is not None else {}))
         name, deadline = (generation, trainer, key), time.monotonic() + timeout_seconds
         with self._news:
             while name not in self._gathered:

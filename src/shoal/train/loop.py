@@ -11,8 +11,9 @@ from typing import Any, Self, TypeVar, cast
 import torch
 from torch import nn
 
-from shoal.checkpoint.state import digest
-from shoal.data.ledger import Piece, Place, StepPlan
+from shoal.comm.connect import connect
+from shoal.comm.group import Group
+from shoal.data.ledger import Place, StepPlan
 from shoal.data.loader import Loader, load_steps
 from shoal.data.readers import Loaded
 from shoal.engine.env import read_worker
@@ -22,21 +23,26 @@ from shoal.train import evaluation, setup
 from shoal.train.agree import check_agreement
 from shoal.train.blame import naming_samples
 from shoal.train.calls import Calls
+from shoal.train.compute import Compute, autocast, uncompiled
 from shoal.train.course import Course, Route
+from shoal.train.cut import Cut
 from shoal.train.ending import Ending
-from shoal.train.errors import in_run, in_user_code, place_errors
+from shoal.train.errors import in_run, place_errors
 from shoal.train.faulty import read_faults
 from shoal.train.lone import show_errors
-from shoal.train.loss import Loss, as_sum, check_differentiable, move
+from shoal.train.loss import Loss
 from shoal.train.measure import Measurement
 from shoal.train.parts import check_batch, check_parts
 from shoal.train.saving import say
 from shoal.train.settings import make_settings
 from shoal.train.skips import MOST_IN_A_ROW, Skips
-from shoal.train.sync.sync import Outcome, Row, Standing, Totals
+from shoal.train.split.make import Material, make_split
+from shoal.train.split.split import Split, Work
+from shoal.train.split.whole import Whole
+from shoal.train.sync.sync import Outcome, Standing, Totals
 from shoal.train.sync.table import NotFinite
 from shoal.train.team import Subject, Team
-from shoal.train.traits import ChangingBuffers, seed_of
+from shoal.train.traits import ChangingBuffers
 
 T = TypeVar("T")
 
@@ -93,8 +99,7 @@ class Trainer:
             self.run_dir, self._recorder = setup.open_run(facts, run_dir, resume, opened)
             setup.set_threads(self.settings)
             self.device = setup.place_model(model, facts)
-            self.model = setup.uncompiled(model)
-            self._called = cast(nn.Module, torch.compile(self.model)) if self.settings.compile else model
+            self.model = uncompiled(model)
             self.optimizer, self.scheduler, self._loss = optimizer, scheduler, loss
             setup.start_from(self.model, init_from, strict, self._recorder)
             self._source = setup.make_source(dataset, collate, self.settings)
@@ -102,13 +107,22 @@ class Trainer:
             self.ledger = setup.make_ledger(self.settings, self._source, traits, facts.world_size)
             self._buffers = ChangingBuffers(self.model, traits.changing)
             self._merges = traits.is_plain and not self.settings.exact
-            self._draws = traits.is_random
             self._num_steps: int | None = None
             self._skips = Skips()
             self._is_closed = False
             self._measurement = Measurement(self._recorder) if facts.is_measured else None
             self._ending = Ending(facts)
             self._faults = read_faults(facts, self.run_dir)
+            self._compute = Compute(
+                model=cast(nn.Module, torch.compile(self.model)) if self.settings.compile else model,
+                loss=loss,
+                buffers=self._buffers,
+                settings=self.settings,
+                device=self.device,
+                is_random=traits.is_random,
+                faults=self._faults,
+            )
+            self._split: Split = Whole(self._compute, lambda: self.rank, self._reach)
             subject = Subject(
                 model=self.model,
                 optimizer=optimizer,
@@ -116,6 +130,7 @@ class Trainer:
                 num_shards=self.ledger.num_shards,
                 device=self.device,
                 reach=self._reach,
+                divide=self._divide,
             )
             self._team = Team(facts, number, subject)
             opened.callback(self._team.leave)
@@ -176,8 +191,7 @@ class Trainer:
             self._course.goal = goal or self.place
             if self._measurement is not None:
                 self._measurement.end()
-            if self.place.step != self._course.saved_step:
-                self.save(wait=True)
+            self._course.keep()
             call.result = asdict(self.place)
         return self
 
@@ -194,8 +208,8 @@ class Trainer:
                     for batch in batches:
                         with self._team.apart(True):
                             yield batch
-                if self._team.is_elastic and self.place.step != self._course.saved_step:
-                    self.save(wait=True)  # for those who come later, as `fit` does
+                if self._team.is_elastic:
+                    self._course.keep()  # as `fit` does
             except GeneratorExit:
                 goal = self.place  # the caller left the loop: what follows goes on from here
                 raise
@@ -212,7 +226,7 @@ class Trainer:
                 self._source,
                 self.ledger,
                 place,
-                lambda step: self._course.schedule.at(step)[self.rank],
+                lambda step: self._course.schedule.at(step)[self._team.copy],
                 merge=self._merges,
                 max_piece=self.settings.microbatch_size,
                 stop_step=stop_step,
@@ -247,7 +261,7 @@ class Trainer:
 
         A step whose loss or gradient is no number is not taken: its loss is NaN.
         """
-        check_batch(batch, Batch)
+        check_batch(batch, Batch, is_averaged=self._course.is_averaged)
         with self._team.apart(False):
             return self._step(batch)
 
@@ -281,62 +295,45 @@ class Trainer:
     def _attempt(self, batch: Batch) -> Outcome:
         """Forward and backward of this worker's part, then sum and update with everybody."""
         started = time.perf_counter()
-        plan, sync, rank = batch.plan, self._team.sync, self._team.rank
+        plan, sync = batch.plan, self._team.sync
         assert sync is not None
         assignment = self._course.schedule.at(plan.step)
         self._course.attempt(plan)
-        at_start = self._course.at_start
         if self._faults is not None:
             self._faults.corrupt(sync.replica.flat.values, plan.step)
         self._reach("start")
         sync.begin(self.ledger.num_shards, assignment)
-        rows: list[Row] = []
-
-        for index, (piece, data) in enumerate(zip(plan.pieces, batch.pieces, strict=True)):
-            is_last = index + 1 == len(plan.pieces)
-            with in_user_code(rank, plan.step, data, "loss(model, batch)", self._loss):
-                total, factor, row = self._forward(plan, piece, data, at_start)
-            rows.append(row)
-            self._reach("forward")
-            if is_last:
-                # Before the last backward: so everyone knows what the whole batch weighs when sums are taken.
-                sync.post(rows, assignment[rank], self._standing(plan.step))
-            sync.gradients.open((piece.shards.start, piece.shards.stop), is_last=is_last)
-            with in_user_code(rank, plan.step, data, "the backward of the loss"):
-                total.backward(gradient=torch.tensor(factor, dtype=total.dtype, device=total.device))
-            sync.gradients.close()
-        if not rows:
-            sync.post(rows, assignment[rank], self._standing(plan.step))
-
+        self._split.run(
+            Work(
+                plan=plan,
+                pieces=batch.pieces,
+                mine=assignment[self._team.copy],
+                at_start=self._course.at_start,
+                sync=sync,
+                standing=lambda: self._standing(plan.step),
+            )
+        )
         self._course.compute_seconds = time.perf_counter() - started
         self._reach("backward")
         if self._course.is_first:
-            setup.check_unused(self._team.group, sync, self.settings.unused)
+            setup.check_unused(self._team.copies, sync, self.settings.unused)
         with naming_samples(self.ledger, self._source, plan, assignment):
             return sync.finish()
 
-    def _forward(
-        self, plan: StepPlan, piece: Piece, data: Any, at_start: torch.Tensor | None
-    ) -> tuple[torch.Tensor, float, Row]:
-        """The loss of one piece: what to differentiate, the factor that makes it a sum, and what to tell others."""
-        if self._draws:
-            torch.manual_seed(seed_of(self.settings.seed, plan.step, piece.shards.start))
-        if at_start is not None:
-            self._buffers.write(at_start)
-        with setup.autocast(self.settings.precision, self.device):
-            result = self._loss(self._called, move(data, self.device))
-        total, factor, weight = as_sum(result, piece.num_samples)
-        if self._faults is not None:
-            total = self._faults.spoil(total, plan.step)
-        check_differentiable(total)
-        row = Row(
-            shard=piece.shards.start,
-            weight=weight,
-            loss=float(total.detach()) * factor,
-            num_samples=piece.num_samples,
-            buffers=self._buffers.read() if at_start is not None else None,
+    def _divide(self, parts: Group) -> Cut:
+        """Hold only our part of the model from here on."""
+        assert self.settings.split is not None
+        material = Material(
+            compute=self._compute,
+            optimizer=self.optimizer,
+            parts=parts,
+            first=setup.first_samples(self._source, self.settings.batch_size),
+            recorder=self._recorder,
+            rank=lambda: self.rank,
+            reach=self._reach,
         )
-        return total, factor, row
+        self._split, cut = make_split(self.settings.split, material)
+        return cut
 
     def _reach(self, point: str) -> None:
         """What is to go wrong on purpose goes wrong here."""
@@ -350,7 +347,7 @@ class Trainer:
 
     def _agree_on_more(self, plan: StepPlan, totals: Totals) -> None:
         """Shares, repairs, newcomers, the end: all workers decide the same, each from the same numbers."""
-        if self.settings.balance and self.world_size > 1 and self.place.step % BALANCE_EVERY == 0:
+        if self.settings.balance and self._team.mesh.num_copies > 1 and self.place.step % BALANCE_EVERY == 0:
             self._course.rebalance(totals.seconds_per_sample)
         if self._measurement is not None:
             self._measurement.add(plan.count, totals.seconds_per_sample)
@@ -392,7 +389,7 @@ class Trainer:
                 wait=outcome.wait,
                 load=batch.load_seconds,
                 other=max(0.0, spent - compute - outcome.communicate - outcome.wait),
-                waited_for=None if outcome.waited_for is None else self._team.worker(outcome.waited_for),
+                waited_for=None if outcome.waited_for is None else self._team.worker_of(outcome.waited_for),
                 grad_norm=outcome.norm,
             ),
             self._num_steps,
@@ -447,39 +444,23 @@ class Trainer:
         """
         with self._calls.make("save") as call:
             if not call.is_over:
-                self._write(wait)
-
-    def _write(self, wait: bool) -> None:
-        if wait:
-            self._team.together(lambda: self._course.write(wait=True), self._course)
-        else:
-            self._course.write()
+                self._course.save(wait=wait)
 
     def digest(self) -> str:
-        """The sha256 of the model's parameters and buffers: equal exactly if they are equal bit for bit."""
-        return digest(
-            {
-                f"model/{name}": value.detach()
-                for name, value in self.model.state_dict(keep_vars=True).items()
-                if isinstance(value, torch.Tensor)
-            }
-        )
+        """The sha256 of the model's parameters and buffers: equal exactly if they are equal bit for bit.
+
+        Where workers hold parts of the model, all of them call it together.
+        """
+        return self._course.digest()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, the model has its averaged parameters (`ema=`); all workers enter and leave together."""
-        self._swap_average()
+        """Inside, the model has its averaged parameters (`ema=`), and cannot be trained."""
+        self._course.show_average(True)
         try:
             yield
         finally:
-            self._swap_average()
-
-    def _swap_average(self) -> None:
-        sync = self._team.sync
-        assert sync is not None
-        sync.barrier()
-        sync.replica.swap_average()
-        sync.barrier()
+            self._course.show_average(False)
 
     # Using the model.
 
@@ -496,16 +477,20 @@ class Trainer:
     def _use(self, name: str, act: Callable[..., Any], function: Callable[..., Any], dataset: Any) -> Any:
         # Samples of one forward: a function of the settings alone, so that results do not depend on the workers.
         block = min(self.settings.microbatch_size or self.settings.batch_size, -(-self.settings.batch_size // 4))
-        with place_errors(self.rank), setup.autocast(self.settings.precision, self.device):
+        with place_errors(self.rank), autocast(self.settings.precision, self.device):
             source = setup.make_source(dataset, None, self.settings, is_whole=False)
             with self._calls.make(name) as call:
                 if not call.is_over:
                     result = self._team.together(
-                        lambda: act(self.model, function, source, self._team.group, block, self.device),
+                        lambda: act(
+                            self.model, self._split.use, function, source, self._team.copies, block, self.device
+                        ),
                         self._course,
                     )
                     call.result = result if name == "evaluate" else None
                     return result
+            if name == "predict":  # what the others got may be large, so it was not kept: make it again, alone
+                return act(self.model, self._split.use, function, source, connect(0, 1), block, self.device)
             return call.result
 
     def close(self) -> None:

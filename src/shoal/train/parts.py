@@ -33,8 +33,14 @@ def check_parts(model: Any, loss: Any, optimizer: Any, scheduler: Any) -> None:
         named_groups(model, optimizer)
 
 
-def check_batch(batch: Any, kind: type) -> None:
-    """Raise UserError for what is not a batch of a trainer's own."""
+def check_batch(batch: Any, kind: type, *, is_averaged: bool) -> None:
+    """Raise UserError for what is not a batch of a trainer's own, or comes when nothing can be trained."""
+    if is_averaged:
+        raise UserError(
+            "The model cannot be trained now.",
+            why="inside `with trainer.averaged():` it has averaged parameters, which no step must change",
+            hint="end that block before the next step",
+        )
     if not isinstance(batch, kind):
         raise UserError(
             f"step() got a {type(batch).__name__}, not a batch of the trainer's.",

@@ -77,15 +77,18 @@ class Replica:
         batches = batches or [range(0)]  # what the optimizer counts goes on without a chunk, too
         average = self.average
 
-        def act(number: int) -> None:
-            optimizer.step_some(batches[number])
-            self._follow([owned[index] for index in batches[number]])
-
-        def changes(batch: range) -> list[torch.Tensor]:
+        def changes(number: int) -> list[torch.Tensor]:
+            batch = batches[number]
             averages = [] if average is None else [average[owned[n].start : owned[n].stop] for n in batch]
             return [*optimizer.changes(batch), *averages]
 
-        undo.run(turn, [changes(batch) for batch in batches], act)
+        with optimizer.in_batches() as step_some:
+
+            def act(number: int) -> None:
+                step_some(batches[number])
+                self._follow([owned[index] for index in batches[number]])
+
+            undo.run(turn, len(batches), changes, act)
 
     @property
     def num_kept(self) -> int:
@@ -135,12 +138,7 @@ class Replica:
                     view.copy_(tensors[name])
         self.flat.restore_rest(tensors)
 
-    def swap_average(self) -> None:
-        """Exchange the owned parameters and their moving average; a second call undoes it."""
-        if self.average is None:
-            return
-        for place in self.owned:
-            span = slice(place.start, place.stop)
-            kept = self.flat.values[span].clone()
-            self.flat.values[span].copy_(self.average[span])
-            self.average[span].copy_(kept)
+    def show(self, *, is_average: bool) -> None:
+        """Let the model see the moving average, or its parameters again. Nothing is copied."""
+        if self.average is not None:
+            self.flat.point_to(self.average if is_average else self.flat.values)

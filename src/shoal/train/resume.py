@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from shoal.checkpoint.facts import Fact
 from shoal.checkpoint.state import State
@@ -74,12 +73,12 @@ def read_progress(
     settings: Settings,
     optimizer: torch.optim.Optimizer,
     scheduler: Any,
-    model: nn.Module,
+    shapes: Mapping[str, torch.Size],
 ) -> tuple[Place, list[dict[str, float]]]:
     """Put hyper-parameters and scheduler back; returns the place in the data and what the optimizer counted."""
     facts: Mapping[str, Any] = state.facts
     _check_settings(facts, ledger, settings)
-    _check_model(state, model)
+    _check_model(state, shapes)
     _check_optimizer(facts, optimizer)
     for group, saved in zip(optimizer.param_groups, facts["groups"], strict=True):
         group.update(saved)
@@ -104,9 +103,8 @@ def _check_settings(facts: Mapping[str, Any], ledger: Ledger, settings: Settings
         )
 
 
-def _check_model(state: State, model: nn.Module) -> None:
-    saved = {name.removeprefix("model/"): t for name, t in state.tensors.items() if name.startswith("model/")}
-    found = {name: t for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
+def _check_model(state: State, found: Mapping[str, torch.Size]) -> None:
+    saved = {name.removeprefix("model/"): t.shape for name, t in state.tensors.items() if name.startswith("model/")}
     odd = [
         f"{name} {_shape(saved.get(name))} -> {_shape(found.get(name))}"
         for name in {**found, **saved}
@@ -116,8 +114,8 @@ def _check_model(state: State, model: nn.Module) -> None:
         raise _different(f"{len(odd)} layer(s) of the model: {shorten(odd)}", why="its values do not fit this model")
 
 
-def _shape(tensor: torch.Tensor | None) -> str:
-    return "absent" if tensor is None else str(list(tensor.shape))
+def _shape(shape: torch.Size | None) -> str:
+    return "absent" if shape is None else str(list(shape))
 
 
 def _check_optimizer(facts: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_type_hints
 
 from shoal.spec.errors import UserError
+from shoal.spec.strategy import EVERY_STEP, AllReduce, Local, Sharded, Split, Sync, combine, parse_split, parse_sync
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,8 @@ class Settings:
         branches that are used now and then.
     not_finite: what to do about a step whose loss or gradient is no number: "skip" leaves it out on all workers, and
         goes back to the last checkpoint after three in a row; "error" ends the run.
+    split: how one copy of the model is divided among workers: `shoal.tensor(2)`, `shoal.pipeline(2)`, or both.
+    sync: how copies agree: `shoal.all_reduce()`, `shoal.sharded("parameters")`, `shoal.local(32)`, `shoal.diloco(9)`.
     transport: how workers exchange gradients: "auto" (shared memory where possible), "shm" or "tcp".
     timeout_seconds: how long to wait for a silent worker.
     """
@@ -55,6 +58,8 @@ class Settings:
     schedule: Literal["step", "epoch"] = "step"
     unused: Literal["error", "zero"] = "error"
     not_finite: Literal["skip", "error"] = "skip"
+    split: Split | None = None
+    sync: Sync = EVERY_STEP
     transport: Literal["auto", "shm", "tcp"] = "auto"
     timeout_seconds: float = 300.0
 
@@ -98,6 +103,10 @@ RULES: Mapping[str, Rule] = {
     "loaders": Rule("a whole number of 0 or more", "1", lambda value: _is_whole(value) and value >= 0),
     "max_norm": Rule("a number above 0", "1.0", lambda value: _is_number(value) and value > 0),
     "timeout_seconds": Rule("a number above 0", "300.0", lambda value: _is_number(value) and value > 0),
+    "split": Rule("a way to cut a model", "shoal.pipeline(2)", lambda value: isinstance(value, Split)),
+    "sync": Rule(
+        "a way to agree", "shoal.local(every=32)", lambda value: isinstance(value, AllReduce | Sharded | Local)
+    ),
     "ema": Rule("a decay between 0 and 1", "0.999", lambda value: _is_number(value) and 0 < value < 1),
 }
 """One for each setting; None is allowed where it is the default."""
@@ -117,11 +126,17 @@ ELSEWHERE = {
 """What people look for here and find in another place."""
 
 
+def values_of(settings: Settings) -> dict[str, Any]:
+    """Every value as plain data; strategies as their texts."""
+    values = {name: getattr(settings, name) for name in NAMES}
+    return values | {"split": str(settings.split or "none"), "sync": str(settings.sync)}
+
+
 def make_settings(given: Mapping[str, Any], overrides: Mapping[str, str]) -> tuple[Settings, dict[str, str]]:
     """Settings from the script's keywords, then from text overrides; also says where each value came from."""
     _check_names(given, "Trainer has no argument {name!r}.", (*NAMES, *OTHER_NAMES))
     origins = {name: "script" if name in given else "default" for name in NAMES}
-    settings = Settings(**{name: _plain(value) for name, value in given.items()})
+    settings = Settings(**{name: _plain(name, value) for name, value in given.items()})
     # `engine.` and the like are other parts' options.
     own = {name.removeprefix("train."): text for name, text in overrides.items() if _is_ours(name)}
     _check_names(own, "There is no setting {name!r} to override with -o.", NAMES)
@@ -147,13 +162,19 @@ def _check_names(given: Mapping[str, Any], message: str, known: Sequence[str]) -
             )
 
 
-def _plain(value: Any) -> Any:
-    """A single number of numpy or torch counts as that number."""
+def _plain(name: str, value: Any) -> Any:
+    """A single number of numpy or torch counts as that number, and a text of a strategy as that strategy."""
+    if name == "split":
+        return combine(value)
+    if name == "sync" and isinstance(value, str):
+        return parse_sync(value)
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def parse(name: str, text: str) -> Any:
     """A setting's value from its text on the command line."""
+    if name in ("split", "sync"):
+        return parse_split(text) if name == "split" else parse_sync(text)
     hint = str(get_type_hints(Settings)[name])
     if text.lower() in ("none", "") and "None" in hint:
         return None

@@ -4,8 +4,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from torch import nn
 from shoal.checkpoint.foreign import read_weights
 from shoal.checkpoint.store import FolderStore
 from shoal.checkpoint.transfer import transfer
-from shoal.comm.connect import connect_at
 from shoal.comm.group import Group, Op
 from shoal.comm.rendezvous import Rendezvous, nobody_looks
 from shoal.comm.rendezvous import open_store as open_meeting
@@ -31,14 +29,17 @@ from shoal.engine.env import WorkerFacts, shoal_home
 from shoal.observe import runs
 from shoal.observe.recorder import Recorder
 from shoal.spec.errors import UserError
+from shoal.spec.strategy import AllReduce
 from shoal.train.agree import find_different_data
 from shoal.train.chunked import is_elementwise
+from shoal.train.compute import autocast
 from shoal.train.errors import in_user_code
 from shoal.train.flat import shorten
 from shoal.train.lone import LoneRun
 from shoal.train.loss import Loss, as_sum, move
 from shoal.train.saving import SaveReport, say
-from shoal.train.settings import Settings
+from shoal.train.settings import Settings, values_of
+from shoal.train.sync.across import Across
 from shoal.train.sync.message import MessageSync
 from shoal.train.sync.shared import SharedMemorySync
 from shoal.train.sync.sync import Sync
@@ -98,13 +99,6 @@ def place_model(model: nn.Module, facts: WorkerFacts) -> torch.device:
     return device
 
 
-def uncompiled(model: nn.Module) -> nn.Module:
-    """The module that `torch.compile` wrapped, whose parameters have their own names."""
-    inner = getattr(model, "_orig_mod", model)
-    assert isinstance(inner, nn.Module)
-    return inner
-
-
 def start_from(model: nn.Module, init_from: str | None, strict: bool, recorder: Recorder) -> None:
     """Take over the weights of another run, checkpoint or file."""
     if init_from is None:
@@ -149,14 +143,14 @@ def meeting(address: str, port: int, rank: int, size: int) -> dist.Store:
     return open_meeting(address, port, rank, size)
 
 
-def connect(facts: WorkerFacts, device: torch.device, settings: Settings, trainer: int) -> Group:
-    """Meet the other workers: through shared memory on one host, through sockets else."""
+def meet(facts: WorkerFacts, settings: Settings, trainer: int) -> Rendezvous:
+    """Where the workers of a run of fixed size find each other."""
     store = None
     if facts.world_size > 1:
         store = dist.PrefixStore(
             f"trainer-{trainer}", meeting(facts.master_addr, facts.master_port, facts.rank, facts.world_size)
         )
-    place = Rendezvous(
+    return Rendezvous(
         facts.rank,
         facts.world_size,
         settings.timeout_seconds,
@@ -164,7 +158,6 @@ def connect(facts: WorkerFacts, device: torch.device, settings: Settings, traine
         generation=facts.generation,
         look=Waiting(facts.control_fd).look if facts.control_fd is not None else nobody_looks,
     )
-    return connect_at(place, "tcp" if device.type == "cuda" else settings.transport)
 
 
 def probe_model(
@@ -185,10 +178,6 @@ def first_samples(source: Source, count: int) -> Any:
     if isinstance(source, StreamSource):
         return source.first(count)
     return source.fetch(np.arange(min(count, source.num_samples)))
-
-
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
 def make_ledger(settings: Settings, source: Source, traits: Traits, num_workers: int) -> Ledger:
@@ -247,6 +236,7 @@ def make_sync(
     source: int = 0,
     is_elastic: bool = False,
     reach: Callable[[str], None] = lambda point: None,
+    across: Across | None = None,
 ) -> Sync:
     """One set of parameters in shared memory where that is possible, else a copy for each worker."""
     share_rest(group, model, source)
@@ -259,9 +249,11 @@ def make_sync(
         "is_elastic": is_elastic,
         "reach": reach,
     }
-    if isinstance(group, ShmGroup) and is_elementwise(optimizer):
+    if not isinstance(settings.sync, AllReduce):
+        raise UserError(f"sync={settings.sync} is not there yet.")
+    if isinstance(group, ShmGroup) and is_elementwise(optimizer) and across is None:
         return SharedMemorySync(group, model, optimizer, **keywords)
-    return MessageSync(group, model, optimizer, **keywords)
+    return MessageSync(group, model, optimizer, across=across, **keywords)
 
 
 def share_rest(group: Group, model: nn.Module, source: int) -> None:
@@ -345,7 +337,7 @@ def record_settings(
     """Write down every value in effect and where it came from."""
     if recorder.rank != 0:
         return
-    values = {name: {"value": value, "source": origins[name]} for name, value in asdict(settings).items()}
+    values = {name: {"value": value, "source": origins[name]} for name, value in values_of(settings).items()}
     values["shards"] = {"value": ledger.num_shards, "source": origins["shards"] if settings.shards else "chosen"}
     values["threads"] = {"value": torch.get_num_threads(), "source": origins["threads"]}
     found = {"sync": sync, "is_random": traits.is_random, "changing_buffers": len(traits.changing)}

@@ -1,6 +1,6 @@
 """Who trains together right now: a group of workers, and how they agree. An elastic run changes both as it goes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +17,13 @@ from shoal.engine.env import WorkerFacts
 from shoal.spec.errors import MemberLost
 from shoal.spec.world import World
 from shoal.train import setup
+from shoal.train.cut import Cut
+from shoal.train.flat import named_tensors
 from shoal.train.handover import make_room, shapes_of, share_facts, share_tensors
 from shoal.train.link import find_link
+from shoal.train.mesh import make_mesh
 from shoal.train.settings import Settings
+from shoal.train.sync.across import Across
 from shoal.train.sync.message import MessageSync
 from shoal.train.sync.sync import Outcome, Sync
 from shoal.train.sync.table import NotFinite
@@ -29,7 +33,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is trained, and how: all that a sync is made of besides a group. `reach` is told how far a step is."""
+    """What is trained, and how: all that a sync is made of besides a group. `reach` is told how far a step is.
+
+    `divide` lets the model have only the part of it that is ours, among those who hold a copy together.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -37,6 +44,7 @@ class Subject:
     num_shards: int
     device: torch.device
     reach: Callable[[str], None]
+    divide: Callable[[Group], Cut]
 
 
 class Progress(Protocol):
@@ -52,6 +60,10 @@ class Progress(Protocol):
 
     def catch_up(self, step: int) -> bool:
         """Have the model as it was after that step, though others trained it; False if that cannot be had."""
+        ...
+
+    def keep(self) -> None:
+        """Save what there is, for those who come later."""
         ...
 
     def begin(self) -> None:
@@ -70,11 +82,17 @@ class Progress(Protocol):
 class Team:
     """`rank` and `size` are those of the group. `number` tells the trainers of a process apart.
 
+    Where one worker does not hold the whole model, `copies` are those who hold the same part of it, and `parts` those
+    who hold the same copy; else `copies` are all, and `parts` nobody.
+
     A run of fixed size meets once. In an elastic one `join` enters a World as a newcomer, and `reform` goes from one
     World to the next: it sees to the step that was under way, and hands everything on to a new group.
     """
 
     group: Group
+    copies: Group
+    parts: Group | None = None
+    cut: Cut | None = None
     sync: Sync | None = None
     world: World | None = None
     num_acts = 0
@@ -85,6 +103,7 @@ class Team:
         self.link = find_link(facts)
         # A replacement is not the first of anybody until it joins: what rank 0 writes down has been written.
         self.rank, self.size = max(facts.rank, min(1, facts.incarnation)), facts.world_size
+        self.mesh = make_mesh(self.size, subject.settings.split)
         self._facts, self._number, self._subject = facts, number, subject
         self._counted: list[dict[str, float]] | None = None
 
@@ -96,17 +115,51 @@ class Team:
         """Inside, the script does something of its own between two steps, or does not: see `Link.is_apart`."""
         return self.link.apart(is_apart) if self.link is not None else nullcontext()
 
+    @property
+    def copy(self) -> int:
+        """Which copy of the model this worker computes with."""
+        return self.mesh.copy_of(self.rank)
+
+    @property
+    def part(self) -> int:
+        """Which part of a copy this worker holds."""
+        return self.mesh.part_of(self.rank)
+
     def worker(self, rank: int) -> int:
         """The number of the worker that has this rank now: what people know it by."""
         return rank if self.world is None else self.world.members[rank].worker
 
+    def worker_of(self, copy: int) -> int:
+        """The number of the worker that holds the same part as this one in another copy."""
+        return self.worker(self.mesh.rank(copy, self.part))
+
     def meet(self) -> None:
         """Meet all workers of a run of fixed size."""
-        self.group = setup.connect(self._facts, self._subject.device, self._subject.settings, self._number)
+        meeting = setup.meet(self._facts, self._subject.settings, self._number)
+        self.group = self.copies = connect_at(meeting, self._transport)
+        if self.mesh.num_parts > 1:
+            self._divide(meeting)
+
+    def _divide(self, meeting: Rendezvous) -> None:
+        """Meet those who hold the same part, and those who hold the same copy."""
+        same_part, same_copy = self.mesh.with_part(self.part), self.mesh.with_copy(self.copy)
+        self.copies = connect_at(meeting.among(f"part-{self.part}", same_part), self._transport)
+        self.parts = connect_at(meeting.among(f"copy-{self.copy}", same_copy), self._transport)
+
+    @property
+    def _transport(self) -> str:
+        return "tcp" if self._subject.device.type == "cuda" else self._subject.settings.transport
+
+    def divide(self) -> None:
+        """Let this worker hold only its part of the model: of the lead's, so that the parts fit together."""
+        if self.parts is not None:
+            model = self._subject.model
+            share_tensors(self.group, {name: value.detach() for name, value in named_tensors(model)}, 0)
+            self.cut = self._subject.divide(self.parts)
 
     def agree(self, source: int = 0) -> None:
         """Make the sync: all workers have the source's parameters from here on."""
-        self.sync = self._make_sync(self.group, source)
+        self.sync = self._make_sync(self.copies, source)
 
     def _make_sync(self, group: Group, source: int) -> Sync:
         of = self._subject
@@ -119,6 +172,7 @@ class Team:
             source=source,
             is_elastic=self.is_elastic,
             reach=of.reach,
+            across=Across(self.group, self.parts, self.cut) if self.parts is not None and self.cut else None,
         )
 
     # Elastic runs.
@@ -187,7 +241,9 @@ class Team:
             rank,
             world.size,
             seconds,
-            gather=lambda key, value: link.gather(world.generation, self._number, key, value, seconds),
+            gather=lambda key, value, ranks: link.gather(
+                world.generation, self._number, key, value, seconds, _ids(world, ranks)
+            ),
             look=partial(link.look, world),
         )
 
@@ -205,8 +261,7 @@ class Team:
         return self.sync.resolve(survivors, meeting.gather, is_first=meeting.rank == holders[0])
 
     def _enter(self, world: World, meeting: Rendezvous, holders: list[int], progress: Progress) -> None:
-        transport = "tcp" if self._subject.device.type == "cuda" else self._subject.settings.transport
-        group = connect_at(meeting, transport)
+        group = connect_at(meeting, self._transport)
         try:
             sync = self._hand_over(group, holders[0], progress, len(holders) < group.size) if holders else None
         except BaseException:
@@ -218,7 +273,8 @@ class Team:
             # It refers to itself in many ways; its memory shall not wait for the garbage collector.
             vars(self.sync).clear()
         self.group, self.sync, self.world, self._counted = group, sync, world, None
-        self.rank, self.size = group.rank, group.size
+        self.rank, self.size, self.copies = group.rank, group.size, group
+        self.mesh = make_mesh(self.size, self._subject.settings.split)
         if sync is None:
             progress.begin()
         else:
@@ -257,5 +313,10 @@ class Team:
         """Give the parameters memory of their own, and go."""
         if self.sync is not None:
             self.sync.close()
-        if hasattr(self, "group"):
-            self.group.close()
+        for name in ("group", "copies", "parts"):
+            if (group := getattr(self, name, None)) is not None:
+                group.close()
+
+
+def _ids(world: World, ranks: Sequence[int] | None) -> list[str] | None:
+    return None if ranks is None else [world.ids[rank] for rank in ranks]

@@ -26,16 +26,23 @@ class Undo:
         self._words = words
         self._reach = reach
 
-    def run(self, turn: int, batches: Sequence[Sequence[torch.Tensor]], act: Callable[[int], None]) -> None:
-        """Update each batch with `act(number)`, beginning where the record says; `batches` are what `act` changes."""
-        base = turn * (len(batches) + 1)
+    def run(
+        self, turn: int, num_batches: int, changes: Callable[[int], list[torch.Tensor]], act: Callable[[int], None]
+    ) -> None:
+        """Update each batch with `act(number)`, beginning where the record says.
+
+        `changes(number)` is what that changes.
+        """
+        base = turn * (num_batches + 1)
         begun, done = (max(0, int(word) - base) for word in self._words)
         if begun > done:
-            for kept, tensor in zip(self._parts(batches[done]), batches[done], strict=True):
-                tensor.copy_(kept)
-        for number in range(done, len(batches)):
-            for kept, tensor in zip(self._parts(batches[number]), batches[number], strict=True):
-                kept.copy_(tensor)
+            tensors = changes(done)
+            if tensors:
+                torch._foreach_copy_(tensors, self._parts(tensors))
+        for number in range(done, num_batches):
+            tensors = changes(number)
+            if tensors:
+                torch._foreach_copy_(self._parts(tensors), tensors)
             self._words[0] = base + number + 1
             act(number)
             self._reach("updating")

@@ -311,6 +311,30 @@ def test_beginning_again_is_no_step():
     assert run.fails() == ["Workers were lost 4 times in a row without a step in between."]
 
 
+def test_too_few_go_on_where_replacements_cannot_catch_up():
+    run = Run(2, min_workers=2, max_workers=2).all_in()
+    run.exit(1)
+    assert run.notes() == ["worker_lost", "waiting_for_workers"]
+    run.start(1)
+    run.ready(1, call=3)
+    assert not run.worlds()
+    run.hear(1, "idle", reason="no checkpoint")
+    assert run.worlds() == {0: ("0.0",)}
+    assert "going_on_with_few" in run.notes()
+    run.exit(0, 0)
+    assert run.told("stop") == [1]
+
+
+def test_a_newcomer_that_is_ended_with_the_run_is_not_lost():
+    run = Run(2).all_in()
+    run.exit(1)
+    run.start(1)
+    run.exit(0, 0)
+    assert run.kills() == [1]
+    run.exit(1)
+    assert not run.notes()
+
+
 def test_one_that_fails_again_and_again_is_started_later_and_later():
     run = Run(2).all_in()
     pauses = []

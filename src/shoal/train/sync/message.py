@@ -14,6 +14,7 @@ from shoal.train.divergence import checksum_of
 from shoal.train.gradients import Gradients
 from shoal.train.replica import Replica
 from shoal.train.summing import StepSum, square_of
+from shoal.train.sync.across import Across
 from shoal.train.sync.sync import Outcome, Row, Standing, Totals
 from shoal.train.sync.table import NotFinite, StepTable, checked_norm, not_finite
 
@@ -41,8 +42,11 @@ class MessageSync:
         source: int = 0,
         is_elastic: bool = False,
         reach: Callable[[str], None] = lambda point: None,
+        across: Across | None = None,
     ) -> None:
         self._reach = reach
+        self._across = across
+        self._square = 0.0
         self._is_elastic = is_elastic
         self._turn = self._voted = self._committed = 0
         self._group = group
@@ -114,17 +118,19 @@ class MessageSync:
 
     def _vote(self) -> None:
         """Everybody holds the sums. Without this a loss could find the step taken by some and not by others."""
+        if self._across is not None:
+            self._square = self._across.square(self.replica.flat, self.replica.gradient)
         self._voted = self._turn
         if self._is_elastic:
             self._reach("summed")
-            self._group.barrier()
+            (self._across.vote if self._across is not None else self._group.barrier)()
             self._reach("updating")
 
     def _update(self) -> tuple[Totals, float]:
         self._committed = self._turn
         totals = self._table.read(self._num_shards)
         self.replica.gradient.mul_(1.0 / totals.weight)
-        norm = checked_norm(self._squares(), self._find_not_finite)
+        norm = checked_norm(self._squares(totals.weight), self._find_not_finite)
         if self._max_norm is not None and norm > self._max_norm:
             self.replica.gradient.mul_(self._max_norm / norm)
         self.replica.update()
@@ -146,11 +152,16 @@ class MessageSync:
             return error
         return Outcome(totals=totals, norm=norm, communicate=0.0, wait=0.0, waited_for=None)
 
-    def _squares(self) -> list[float]:
+    def _squares(self, weight: float) -> list[float]:
         """Chunk by chunk, as the workers that share memory do, so that the result is the same to the last bit."""
+        if self._across is not None:
+            return [self._square / weight**2]
         return list(torch.stack([square_of(chunk) for chunk in self.replica.gradients]).tolist())
 
     def _find_not_finite(self, index: int) -> list[str]:
+        if self._across is not None:
+            views = self.replica.flat.named(self.replica.gradient)
+            return [name for name, view in views if not view.isfinite().all()] or ["another part of the model"]
         return not_finite(self.replica.flat.layout, index, self.replica.gradients[index])
 
     def _gather(self) -> None:
@@ -166,6 +177,9 @@ class MessageSync:
             parts = gathered.view(self._group.size, num_slots, stop - start)
             addition.into(self.replica.gradient[start:stop], parts.__getitem__, registers)
             start = stop
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return dict(self.replica.tensors())
 
     def checksum(self, step: int) -> int:
         return checksum_of(self.replica.flat.values, step)

@@ -95,6 +95,10 @@ class Sync(Protocol):
         """
         ...
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All state that must survive, whole, on the first copy; others may get less. All copies call it together."""
+        ...
+
     def checksum(self, step: int) -> int:
         """Of the part of this worker's own parameters that is looked at in this step; 0 where all share one copy."""
         ...
