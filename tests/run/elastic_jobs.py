@@ -20,6 +20,7 @@ from torch import nn
 
 import shoal
 from shoal.train import team
+from shoal.train.sync.shared import SharedMemorySync
 
 NUM_SAMPLES, BATCH, WIDTH = 256, 32, 16
 RUN_DIR = os.environ.get("SHOAL_RUN_DIR", "")
@@ -198,8 +199,16 @@ def let_die_while_joining() -> None:
                 die_once("joining", 1)
         return share(group, facts, source)
 
+    make = SharedMemorySync._make_slots
+
+    def make_or_die(sync: SharedMemorySync, num_shards: int) -> None:
+        if sync._group.size > 1 and os.environ.get("SHOAL_INCARNATION") != "0":
+            die_once("making room", 2)
+        make(sync, num_shards)
+
     if WANTED:
         team.share_facts = share_or_die
+        SharedMemorySync._make_slots = make_or_die
 
 
 def calls(name: str) -> None:

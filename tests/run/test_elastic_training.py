@@ -105,6 +105,7 @@ def test_two_killed_at_once_and_two_while_others_join(clean):
     check_ended_well(run, clean["stream"], num_strikes=2)
     assert Path(run.run_dir, "died-handing over").exists()
     assert Path(run.run_dir, "died-joining").exists()
+    assert Path(run.run_dir, "died-making room").exists()
 
 
 def test_too_few_wait_for_a_replacement_also_with_a_second_trainer(clean):

@@ -34,6 +34,18 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in ELEMENTWISE
 
 
+@contextmanager
+def giving_back(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """If what is done inside fails, the optimizer holds the parameters that it held before."""
+    before = [list(group["params"]) for group in optimizer.param_groups]
+    try:
+        yield
+    except BaseException:
+        for group, parameters in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = parameters
+        raise
+
+
 class ChunkedOptimizer:
     """Runs the user's own optimizer object over chunks, so that schedulers and hyper-parameters stay where they were.
 

@@ -17,6 +17,7 @@ from shoal.engine.env import WorkerFacts
 from shoal.spec.errors import MemberLost
 from shoal.spec.world import World
 from shoal.train import setup
+from shoal.train.chunked import giving_back
 from shoal.train.cut import Cut
 from shoal.train.flat import named_tensors
 from shoal.train.handover import make_room, shapes_of, share_facts, share_tensors
@@ -163,17 +164,18 @@ class Team:
 
     def _make_sync(self, group: Group, source: int) -> Sync:
         of = self._subject
-        return setup.make_sync(
-            group,
-            of.model,
-            of.optimizer,
-            of.settings,
-            of.num_shards,
-            source=source,
-            is_elastic=self.is_elastic,
-            reach=of.reach,
-            across=Across(self.group, self.parts, self.cut) if self.parts is not None and self.cut else None,
-        )
+        with giving_back(of.optimizer):
+            return setup.make_sync(
+                group,
+                of.model,
+                of.optimizer,
+                of.settings,
+                of.num_shards,
+                source=source,
+                is_elastic=self.is_elastic,
+                reach=of.reach,
+                across=Across(self.group, self.parts, self.cut) if self.parts is not None and self.cut else None,
+            )
 
     # Elastic runs.
 
