@@ -1,6 +1,7 @@
 """What ranks do in tests/run/test_comm_processes.py. A module of its own, because processes import it by name."""
 
 import os
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.comm.connect import connect, share_memory
+from shoal.comm.connect import _gather_number, connect, share_memory
 from shoal.comm.passing import connect_all
 from shoal.comm.process import decode, describe_self, encode
 from shoal.comm.rendezvous import Rendezvous, open_store
@@ -163,3 +164,18 @@ def sum_shared(member: Member, mebibytes: int, turns: int) -> None:
         member.group.barrier()
         plan()
         assert tensor[0] == tensor[-1] == member.size
+
+
+def die_while_sharing(member: Member) -> None:
+    """Rank 1 ends, and its descriptors a moment before it."""
+    meeting = member.group._meeting
+    if member.rank == 1:
+
+        def tell_and_die(fd: int) -> list[int]:
+            _gather_number(meeting.board, 9999)
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+            raise AssertionError
+
+        meeting._swap = tell_and_die
+    member.group.share(4096)

@@ -112,3 +112,12 @@ def test_more_ranks_than_cores_and_a_death_in_the_middle() -> None:
             assert isinstance(error, MemberLost), error
             assert 1 in error.ranks
             assert vars(error)["when"] - killed < 1.5
+
+
+def test_a_death_while_memory_is_shared_is_a_loss() -> None:
+    with ranks_of(3, "shm") as ranks:
+        ranks.start(comm_checks.die_while_sharing)
+        outcomes = ranks.outcomes()
+        assert outcomes.pop(1) is None
+        for error in outcomes:
+            assert isinstance(error, MemberLost), error

@@ -28,6 +28,7 @@ from shoal.comm import futex
 from shoal.comm.cores import current_core, is_any_idle, step_off
 from shoal.comm.group import lost, name_ranks
 from shoal.comm.memory import round_up
+from shoal.spec.errors import MemberLost
 
 NUM_CHANNELS = 16
 COLLECTIVE, MAIL = NUM_CHANNELS, NUM_CHANNELS + 1
@@ -203,19 +204,31 @@ class Board:
             self._num_asleep += change
             self._bytes[self.rank] = self._num_asleep > 0
 
+    def check_peers(self) -> None:
+        """Raise MemberLost if a peer has ended, or has left."""
+        dead, gone = self._ended()
+        if dead or gone:
+            raise self._lost(dead, gone)
+
+    def _ended(self) -> tuple[list[int], list[int]]:
+        """Who ended without leaving, and who left."""
+        gone = [peer for peer in self._peers if self._bytes[self._left_at + peer] != 0]
+        return [peer for peer in self._peers if peer not in gone and not self._is_running(peer)], gone
+
+    def _lost(self, dead: Sequence[int], gone: Sequence[int]) -> MemberLost:
+        if dead:
+            why = "the process ended without leaving the group"
+            return lost(dead, f"Lost {name_ranks(dead)}.", why=why, rank=self.rank)
+        why = "it closed the group while others still waited for it; its own error, if any, is the cause"
+        return lost(gone, f"Lost {name_ranks(gone)}.", why=why, rank=self.rank)
+
     def _look_for_the_lost(self, rank: int, at: int, value: int, seconds: float) -> None:
         self._look(self._missing(rank, at, value), seconds)
-        has_left = [self._bytes[self._left_at + peer] != 0 for peer in range(self.size)]
-        dead = [peer for peer in self._peers if not has_left[peer] and not self._is_running(peer)]
+        dead, gone = self._ended()
         if self.words[at] >= value:
             return
-        if dead:
-            raise lost(
-                dead, f"Lost {name_ranks(dead)}.", why="the process ended without leaving the group", rank=self.rank
-            )
-        if has_left[rank]:
-            why = "it closed the group while others still waited for it; its own error, if any, is the cause"
-            raise lost([rank], f"Lost rank {rank}.", why=why, rank=self.rank)
+        if dead or rank in gone:
+            raise self._lost(dead, [rank])
         if seconds >= self.timeout_seconds:
             silent = self._missing(rank, at, value)
             raise lost(

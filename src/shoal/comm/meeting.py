@@ -1,6 +1,7 @@
 """Where the ranks of a host meet: turns that all take together, and memory that all can see."""
 
 import os
+import time
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from shoal.comm.passing import Swap
 from shoal.spec.errors import UserError
 
 _NUM_KEPT = 256
+_END_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +90,19 @@ class Meeting:
             maps = [map_memory(other, at_once=at_once) for other in opened if other >= 0]
             self.arrive()  # nobody closes before all have opened
         except OSError as error:
+            self._await_loss()
             raise UserError(f"Could not map the memory of another worker: {error}.", rank=self.rank) from error
         finally:
             for descriptor in {fd, *opened} - {-1}:
                 os.close(descriptor)
         return [torch.frombuffer(memory, dtype=torch.uint8) for memory in maps]
+
+    def _await_loss(self) -> None:
+        """Raise MemberLost if a peer is gone. A process loses its descriptors a moment before it counts as ended."""
+        deadline = time.monotonic() + _END_SECONDS
+        while time.monotonic() < deadline:
+            self.board.check_peers()
+            time.sleep(0.005)
 
     def find(self, flat: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
         """A tensor's place in shared memory, as a number equal on all ranks, and everyone's there; 0 if nowhere."""

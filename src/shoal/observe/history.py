@@ -34,8 +34,9 @@ class History:
     """An elastic run, told by its Worlds.
 
     `num_redone` counts steps that were committed, undone by going back to a checkpoint, and taken again;
-    `num_interrupted` those that were under way in a loss: each was completed by the survivors, or taken again by
-    them. `num_unused` counts workers that ended before they were let in. `mean_workers` is over the time of steps.
+    `num_interrupted` those that were under way in a loss: the survivors completed `num_completed` of them, and took
+    the others again. `num_unused` counts workers that ended before they were let in. `mean_workers` is over the time
+    of steps.
     """
 
     eras: tuple[Era, ...]
@@ -47,6 +48,7 @@ class History:
     num_samples: int
     num_redone: int = 0
     num_interrupted: int = 0
+    num_completed: int = 0
     num_skipped: int = 0
     num_unused: int = 0
 
@@ -69,6 +71,7 @@ def tell_history(events: Sequence[Event], turns: Sequence[Turn]) -> History | No
         num_samples=sum(turn.lead.global_samples for turn in timeline.kept),
         num_redone=len(turns) - len(timeline.kept),
         num_interrupted=sum(map(timeline.is_interrupted, timeline.kept)),
+        num_completed=sum(e.kind == "step_settled" and e.data.get("is_completed") is True for e in events),
         num_skipped=len({event.step for event in events if event.kind == "step_skipped"}),
         num_unused=sum(event.data.get("id") not in members for event in lost),
     )

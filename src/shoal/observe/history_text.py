@@ -95,7 +95,9 @@ def _sums(history: History) -> Iterator[str]:
         yield f"  the rest: {_rest(history.spent)}"
     told = [f"{count(history.num_samples)} samples in steps that count, each counted once"]
     if history.num_interrupted:
-        told.append(f"{_number(history.num_interrupted, 'step')} interrupted, and completed or taken again")
+        again = max(0, history.num_interrupted - history.num_completed)
+        completed = f"{history.num_completed} completed by the survivors"
+        told.append(f"{_number(history.num_interrupted, 'step')} interrupted: {completed}, {again} taken again")
     if history.num_redone:
         told.append(f"{_number(history.num_redone, 'step')} redone from a checkpoint")
     if history.num_skipped:

@@ -282,6 +282,8 @@ class Trainer:
                 is_interrupted = True
                 self._course.give_up()
                 outcome = self._team.reform(self._course)
+                if self.rank == 0:
+                    self._recorder.event("step_settled", batch.plan.step, is_completed=outcome is not None)
                 if outcome is None and self._course.feed is not None:  # it never happened: again, with other shards
                     batch = self._batch(next(self._course.feed))
         if isinstance(outcome, NotFinite):
