@@ -14,15 +14,28 @@ PREFIXES = ("model/", "optimizer/", "ema/")
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """[start, stop) of a tensor's dimension `dim`, which is `size` long as a whole."""
+    """[start, stop) of a tensor's dimension `dim`, which is `size` long as a whole.
+
+    A dimension may be several things one after the other, such as queries, keys and values: then it has that many
+    equal `blocks`, and [start, stop) is of each of them.
+    """
 
     dim: int
     start: int
     stop: int
     size: int
+    blocks: int = 1
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.narrow(self.dim, self.start, self.stop - self.start)
+        """Our part: a view where there is one block, else a copy."""
+        return self._view(whole).flatten(self.dim, self.dim + 1)
+
+    def put(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """Copy our part to its place."""
+        self._view(whole).copy_(part.unflatten(self.dim, (self.blocks, -1)))
+
+    def _view(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.unflatten(self.dim, (self.blocks, -1)).narrow(self.dim + 1, self.start, self.stop - self.start)
 
 
 Held = Slice | EllipsisType | None
@@ -102,7 +115,7 @@ class Cut:
             shape = list(tensor.shape)
             shape[held.dim] = held.size
             whole[name] = tensor.new_empty(shape)
-        held.of(whole[name]).copy_(tensor)
+        held.put(tensor, whole[name])
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

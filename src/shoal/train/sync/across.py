@@ -2,7 +2,7 @@
 
 import torch
 
-from shoal.comm.group import Group
+from shoal.comm.group import Group, Op
 from shoal.train.cut import Cut
 from shoal.train.flat import FlatModel
 from shoal.train.summing import square_of
@@ -25,6 +25,10 @@ class Across:
         everyone = total.view(1).clone()
         self._parts.all_reduce(everyone).wait()
         return float(everyone)
+
+    def largest(self, values: torch.Tensor) -> None:
+        """What is the largest on any part, on all parts: for what each would decide on by itself."""
+        self._parts.all_reduce(values, Op.MAX).wait()
 
     def vote(self) -> None:
         """Everybody holds the sums of its part."""

@@ -120,6 +120,9 @@ class MessageSync:
         """Everybody holds the sums. Without this a loss could find the step taken by some and not by others."""
         if self._across is not None:
             self._square = self._across.square(self.replica.flat, self.replica.gradient)
+            standings = self._table.standings()
+            self._across.largest(standings)
+            self._table.correct(standings)
         self._voted = self._turn
         if self._is_elastic:
             self._reach("summed")

@@ -56,6 +56,13 @@ class StepTable:
         if self.values is not None:
             self.values.zero_()
 
+    def standings(self) -> torch.Tensor:
+        """How fast each rank is and what it wishes, which parts of a copy must see alike; `correct` puts it back."""
+        return torch.from_numpy(np.ascontiguousarray(self._rows()[self._num_shards :, [SPEED, WISH]]))
+
+    def correct(self, standings: torch.Tensor) -> None:
+        self._rows()[self._num_shards :, [SPEED, WISH]] = standings.numpy()
+
     def read(self, num_shards: int) -> Totals:
         """Combine the rows of the step's `num_shards` shards."""
         table = self._rows()
