@@ -250,7 +250,7 @@ class Course:
             state = State(step=self.place.step, tensors=tensors, facts=self._facts(sync.replica.scalars()))
             store.save(state, wait=wait)
         if wait and not self._team.is_elastic:
-            sync.barrier()
+            self._team.group.barrier()
 
     def whole(self) -> dict[str, torch.Tensor]:
         """All state that must survive, on rank 0; others get less. All workers call it together."""

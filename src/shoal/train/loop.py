@@ -32,6 +32,7 @@ from shoal.train.faulty import read_faults
 from shoal.train.lone import show_errors
 from shoal.train.loss import Loss
 from shoal.train.measure import Measurement
+from shoal.train.mesh import make_mesh
 from shoal.train.parts import check_batch, check_parts
 from shoal.train.saving import say
 from shoal.train.settings import make_settings
@@ -104,7 +105,8 @@ class Trainer:
             setup.start_from(self.model, init_from, strict, self._recorder)
             self._source = setup.make_source(dataset, collate, self.settings)
             traits = setup.probe_model(self.model, loss, self._source, self.settings, self.device, facts.rank)
-            self.ledger = setup.make_ledger(self.settings, self._source, traits, facts.world_size)
+            num_copies = make_mesh(facts.world_size, self.settings.split).num_copies
+            self.ledger = setup.make_ledger(self.settings, self._source, traits, num_copies)
             self._buffers = ChangingBuffers(self.model, traits.changing)
             self._merges = traits.is_plain and not self.settings.exact
             self._num_steps: int | None = None
