@@ -17,6 +17,8 @@ from shoal.spec.world import Member, World
 V = TypeVar("V")
 
 MOST_LOSSES = 3
+MOST_VAIN_STARTS = 9
+"""Replacements that may be lost in a row before they take part, while others have the state, and would lose it."""
 LONGEST_DELAY = 60.0
 LEAVE_SECONDS = 30.0
 
@@ -244,7 +246,8 @@ def _count(state: Membership, gone: Process) -> Step:
     else:
         key = gone.worker
     count = state.losses.get(key, 0) + 1
-    is_failed = count > MOST_LOSSES
+    is_kept = any(process.is_entered for process in state.processes.values())
+    is_failed = count > (MOST_VAIN_STARTS if is_kept and key >= 0 else MOST_LOSSES)
     state = replace(state, losses={**state.losses, key: count}, is_failed=is_failed)
     return state, [_too_many(gone.worker, count)] if is_failed else []
 

@@ -266,6 +266,22 @@ def test_four_losses_in_a_row_end_the_run():
     assert run.fails() == ["Workers were lost 4 times in a row without a step in between."]
 
 
+def test_nine_replacements_may_be_lost_while_others_have_the_state():
+    run = Run(2).all_in()
+    run.exit(1)
+    for _ in range(9):
+        run.now += 60.0
+        run.do(run.coordinator.ticked(run.now))
+        run.start(1)
+        run.exit(1)
+        assert not run.fails()
+    run.now += 60.0
+    run.do(run.coordinator.ticked(run.now))
+    run.start(1)
+    run.exit(1)
+    assert run.fails() == ["Workers were lost 10 times in a row without a step in between."]
+
+
 def test_steps_in_between_forgive_losses():
     run = Run(3).all_in()
     for round_ in range(8):
