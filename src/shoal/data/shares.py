@@ -6,7 +6,7 @@ the same answer without asking each other.
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from statistics import median
 
@@ -103,24 +103,80 @@ class Speed:
         return median(self._recent) if self._recent else None
 
 
+Division = Callable[[int], tuple[range, ...]]
+"""(step, counted from the first one of these shares) -> the shards of each rank."""
+
+
+def alike(num_shards: int, shares: Sequence[float]) -> Division:
+    """The same shards in every step: shares are as fine as one step's shards."""
+    ranges = assign(num_shards, shares)
+    return lambda step: ranges
+
+
+PERIOD_SHARDS = 1024
+"""Dithering repeats itself after about so many shards: shares are that fine."""
+
+
+def dithered(num_shards: int, shares: Sequence[float]) -> Division:
+    """Shards of a fixed size in proportion over many steps: in one step a worker may have none, one or several.
+
+    Within a period each worker is always less than one shard away from its share of those handed out so far.
+    """
+    num_steps = max(16, PERIOD_SHARDS // num_shards)
+    order = _take_turns(_count_shards(num_steps * num_shards, shares))
+    steps: list[tuple[range, ...]] = []
+    for start in range(0, len(order), num_shards):
+        counts = [order[start : start + num_shards].count(rank) for rank in range(len(shares))]
+        ends = list(accumulate(counts))
+        steps.append(tuple(range(end - count, end) for count, end in zip(counts, ends, strict=True)))
+    return lambda step: steps[step % num_steps]
+
+
+def _take_turns(counts: Sequence[int]) -> list[int]:
+    """An order in which each rank comes so many times, as evenly as can be.
+
+    Of those who would not be ahead with one more, the one who falls behind first is next: Tijdeman's answer to the
+    chairman assignment problem.
+    """
+    total, busy = sum(counts), [rank for rank, count in enumerate(counts) if count]
+    slack = 1 / max(1, 2 * len(busy) - 2)
+    given = [0] * len(counts)
+    order: list[int] = []
+    for number in range(1, total + 1):
+        # A little less than the slack, for what floats leave over.
+        due = [rank for rank in busy if number * counts[rank] / total - given[rank] >= slack - 1e-9]
+        chosen = min(due, key=lambda rank: ((given[rank] + 1 - slack) / counts[rank], rank))
+        given[chosen] += 1
+        order.append(chosen)
+    return order
+
+
 class Schedule:
     """Which shards are whose, step by step: a function of the step that changes only in the future.
 
     Workers plan steps ahead, some further than others. A change therefore names the step it begins with, beyond what
     any worker can have planned (the current step + loader depth + 1), and all workers make the same change.
+    `divide` says what shares come to in a step.
     """
 
-    def __init__(self, num_shards: int, shares: Sequence[float]) -> None:
+    def __init__(
+        self,
+        num_shards: int,
+        shares: Sequence[float],
+        divide: Callable[[int, Sequence[float]], Division] = alike,
+    ) -> None:
         self.num_shards = num_shards
+        self._divide = divide
         self._starts = [0]
         self._shares = [tuple(shares)]
-        self._ranges = [assign(num_shards, shares)]
+        self._divisions = [divide(num_shards, shares)]
         self._asked = -1
 
     def at(self, step: int) -> tuple[range, ...]:
         """The shards of each rank in this step."""
         self._asked = max(self._asked, step)
-        return self._ranges[bisect_right(self._starts, step) - 1]
+        number = bisect_right(self._starts, step) - 1
+        return self._divisions[number](step - self._starts[number])
 
     def shares_at(self, step: int) -> tuple[float, ...]:
         return self._shares[bisect_right(self._starts, step) - 1]
@@ -129,6 +185,6 @@ class Schedule:
         """Use other shares from this step on. A step that was already planned cannot change any more."""
         if step <= max(self._asked, self._starts[-1] if len(self._starts) > 1 else -1):
             raise BugError(f"Shares cannot change at step {step}: step {self._asked} was planned with the old ones.")
-        self._ranges.append(assign(self.num_shards, shares))
+        self._divisions.append(self._divide(self.num_shards, shares))
         self._shares.append(tuple(shares))
         self._starts.append(step)

@@ -45,6 +45,7 @@ class Local:
         "nesterov" is a step of SGD with `lr` and Nesterov `momentum` (DiLoCo).
     codec: how that travels: "int8" is a quarter of the bytes; what rounding leaves over is sent the next time.
     fragments: in how many parts the model travels, each at a time of its own while steps go on (streaming DiLoCo).
+    overlap: how many steps are taken while it travels; None chooses, by measured time; 0 waits for it.
     """
 
     every: int | None = None
@@ -54,6 +55,7 @@ class Local:
     momentum: float = 0.9
     codec: Codec = "none"
     fragments: int = 1
+    overlap: int | None = None
 
     def __post_init__(self) -> None:
         if (self.every is None) == (self.seconds is None):
@@ -73,6 +75,20 @@ class Local:
                 "local",
                 f"{self.fragments} fragments cannot travel at different steps of {self.every}",
                 f"fragments={self.every} or fewer",
+            )
+        self._check_overlap()
+
+    def _check_overlap(self) -> None:
+        if self.overlap is None:
+            return
+        if not isinstance(self.overlap, int) or isinstance(self.overlap, bool) or self.overlap < 0:
+            raise _wrong("local", f"overlap={self.overlap!r} is not a whole number of 0 or more", "overlap=0")
+        if self.every is not None and self.overlap >= self.every // self.fragments:
+            raise _wrong(
+                "local",
+                f"what leaves after one step must be there before the next leaves, {self.every // self.fragments} "
+                f"step(s) later, and not after {self.overlap}",
+                f"overlap={self.every // self.fragments - 1} or less",
             )
 
     def __str__(self) -> str:
@@ -162,16 +178,28 @@ def local(
     momentum: float = 0.9,
     codec: Codec = "none",
     fragments: int = 1,
+    overlap: int | None = None,
 ) -> Local:
     """Steps of one's own, and agreement every so many steps or seconds. See `Local`."""
     return Local(
-        every=every, seconds=seconds, outer=outer, lr=lr, momentum=momentum, codec=codec, fragments=fragments
+        every=every,
+        seconds=seconds,
+        outer=outer,
+        lr=lr,
+        momentum=momentum,
+        codec=codec,
+        fragments=fragments,
+        overlap=overlap,
     )
 
 
-def diloco(every: int | None = None, *, seconds: float | None = None, fragments: int = 1) -> Local:
+def diloco(
+    every: int | None = None, *, seconds: float | None = None, fragments: int = 1, overlap: int | None = None
+) -> Local:
     """Local steps with Nesterov momentum between agreements, and int8 on the way: for slow links."""
-    return Local(every=every, seconds=seconds, outer="nesterov", codec="int8", fragments=fragments)
+    return Local(
+        every=every, seconds=seconds, outer="nesterov", codec="int8", fragments=fragments, overlap=overlap
+    )
 
 
 def tensor(size: int, *, plan: Mapping[str, str] | None = None) -> Split:
@@ -216,7 +244,8 @@ def parse_sync(text: str) -> Sync:
             _refuse(text, more)
             return Sharded(first or "parameters")  # type: ignore[arg-type]  # checked by it
         case "local" | "diloco":
-            known = ("outer", "lr", "momentum", "codec", "fragments") if name == "local" else ("fragments",)
+            more_known = ("outer", "lr", "momentum", "codec") if name == "local" else ()
+            known = ("fragments", "overlap", *more_known)
             _refuse(text, {key: value for key, value in more.items() if key not in known})
             key, value = ("seconds", first[:-1]) if first.endswith("s") else ("every", first)
             given = {key: _number(text, value)} | {each: _number(text, value) for each, value in more.items()}
