@@ -1,5 +1,6 @@
 """Where in a run each worker stands: which copy of the model it belongs to, and which part of it it holds."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.spec.errors import UserError
@@ -29,6 +30,47 @@ class Mesh:
     def with_copy(self, copy: int) -> tuple[int, ...]:
         """The ranks that hold one copy together."""
         return tuple(self.rank(copy, part) for part in range(self.num_parts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seats:
+    """Who does what in a World. `workers[seat]` is a position in it; seat = copy x num_parts + part.
+
+    `sources[part]` is the seat of one who holds the state of that part, or None where nobody does. Whoever has no
+    seat waits for a World in which there is one.
+    """
+
+    workers: tuple[int, ...]
+    sources: tuple[int | None, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Every part of the model is held by someone."""
+        return None not in self.sources
+
+
+def find_seats(held: Sequence[int | None], num_parts: int) -> Seats:
+    """Seats for those who hold the state of some part (None: of none), in the order of the World.
+
+    As many whole copies as there are workers for. Everyone keeps its part if it can, the earlier in the World first;
+    what is lacking then is filled up with those who are left over. The first copy is made of holders.
+    """
+    num_copies = len(held) // num_parts
+    places: list[list[int | None]] = []
+    left = [worker for worker, part in enumerate(held) if part is None]
+    for part in range(num_parts):
+        holders = [worker for worker, own in enumerate(held) if own == part]
+        left += holders[num_copies:]
+        kept = holders[:num_copies]
+        places.append([*kept, *[None] * (num_copies - len(kept))])
+    sources = tuple(part if column and column[0] is not None else None for part, column in enumerate(places))
+    spare = iter(sorted(left))
+    workers = [
+        worker if (worker := places[part][copy]) is not None else next(spare)
+        for copy in range(num_copies)
+        for part in range(num_parts)
+    ]
+    return Seats(workers=tuple(workers), sources=sources)
 
 
 def make_mesh(num_workers: int, split: Split | None) -> Mesh:
