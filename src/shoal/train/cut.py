@@ -9,7 +9,7 @@ import torch
 from shoal.comm.group import Group
 from shoal.train.handover import make_room, shapes_of, share_facts
 
-PREFIXES = ("model/", "optimizer/", "ema/")
+PREFIXES = ("model/", "optimizer/", "ema/", "anchor/", "momentum/")
 
 
 @dataclass(frozen=True, slots=True)

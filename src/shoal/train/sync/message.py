@@ -29,6 +29,8 @@ class MessageSync:
     each adds them up along the step's tree, which moves more bytes but does not depend on who had which shard.
     """
 
+    is_round_over = True
+
     def __init__(
         self,
         group: Group,
@@ -138,6 +140,9 @@ class MessageSync:
             self.replica.gradient.mul_(self._max_norm / norm)
         self.replica.update()
         return totals, norm
+
+    def agree(self) -> None:
+        """All have the same parameters after every step."""
 
     def resolve(
         self, survivors: Sequence[int], gather: Callable[[str, str], list[str]], *, is_first: bool

@@ -37,6 +37,8 @@ class SharedMemorySync:
     state are divided. A worker that is early sums what the others have announced while they still run backward.
     """
 
+    is_round_over = True
+
     def __init__(
         self,
         group: ShmGroup,
@@ -180,6 +182,9 @@ class SharedMemorySync:
     def _clip(self, norm: float) -> float:
         assert self._max_norm is not None
         return self._max_norm / norm
+
+    def agree(self) -> None:
+        """All have the same parameters after every step."""
 
     def resolve(
         self, survivors: Sequence[int], gather: Callable[[str, str], list[str]], *, is_first: bool

@@ -43,7 +43,10 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """The rows of a step, combined. `loss` is the true mean; `buffers` the mean over samples; `wish` the largest."""
+    """The rows of a step, combined. `loss` is the true mean; `buffers` the mean over samples; `wish` the largest.
+
+    `has_news`: everybody told its speed just now, as it does in each step in which all take part.
+    """
 
     weight: float
     loss: float
@@ -51,6 +54,7 @@ class Totals:
     seconds_per_sample: tuple[float, ...]
     wish: int = 0
     checksums: tuple[float, ...] = ()
+    has_news: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +72,13 @@ class Sync(Protocol):
     """Turns gradients of parts of a batch into one update of the whole.
 
     A step is: `begin`, then for each piece `gradients.open`, backward, `gradients.close`, with `post` before the
-    last backward, then `finish`. After `finish` returns, all members have the same parameters.
+    last backward, then `finish`. After `finish` returns, all members have the same parameters; where copies train by
+    themselves for a while, they have them after `agree`. `is_round_over`: a good moment for it.
     """
 
     gradients: Gradients
     replica: Replica
+    is_round_over: bool
 
     def begin(self, num_shards: int, assignment: Sequence[range]) -> None:
         """Start a step of `num_shards` shards; `assignment` says which of them each rank has."""
@@ -84,6 +90,10 @@ class Sync(Protocol):
 
     def finish(self) -> Outcome:
         """Sum, agree and update. Raises where a member is gone or a value is not finite; nothing was changed then."""
+        ...
+
+    def agree(self) -> None:
+        """Have the same parameters as all other members, if that is not so after each step. All call it together."""
         ...
 
     def resolve(

@@ -124,20 +124,30 @@ class LossNotFinite(NotFinite):
 def check_finite(rows: np.ndarray) -> None:
     """Raise the same error on every rank where a loss is not a number."""
     for shard in np.flatnonzero(~np.isfinite(rows[:, LOSS])):
-        error = LossNotFinite(
-            f"The loss is {rows[shard, LOSS]} in shard {shard}.",
-            why="a step with it would destroy the parameters; it was not taken",
-            hint="lower the learning rate, clip with `max_norm=1.0`, or look at the samples of that shard",
-        )
-        error.value, error.shard = float(rows[shard, LOSS]), int(shard)
-        error.num_samples = int(rows[shard, SAMPLES])
-        raise error
+        raise _bad_loss(float(rows[shard, LOSS]), int(shard), int(rows[shard, SAMPLES]))
     if math.fsum(rows[:, WEIGHT]) <= 0:
         raise UserError(
             "The weights of the whole batch add up to zero.",
             why="the loss returned (sum, weight) pairs and every weight was 0",
             hint="leave samples without targets out of the dataset, or check the mask",
         )
+
+
+def check_losses(rows: Sequence[Row]) -> None:
+    """Raise where the loss of a worker's own rows is not a number."""
+    for row in rows:
+        if not math.isfinite(row.loss):
+            raise _bad_loss(row.loss, row.shard, row.num_samples)
+
+
+def _bad_loss(value: float, shard: int, num_samples: int) -> LossNotFinite:
+    error = LossNotFinite(
+        f"The loss is {value} in shard {shard}.",
+        why="a step with it would destroy the parameters; it was not taken",
+        hint="lower the learning rate, clip with `max_norm=1.0`, or look at the samples of that shard",
+    )
+    error.value, error.shard, error.num_samples = value, shard, num_samples
+    return error
 
 
 def checked_norm(squares: Sequence[float], find_names: Callable[[int], Sequence[str]]) -> float:
