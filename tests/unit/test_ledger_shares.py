@@ -129,6 +129,18 @@ def test_speed_is_a_median_and_forgets() -> None:
     assert speed.seconds_per_sample() is None
 
 
+def test_three_steps_at_another_speed_are_no_hiccup() -> None:
+    speed = Speed()
+    for seconds in (*[1.0] * 10, 3.0, 2.8):
+        speed.add(seconds, 10)
+    assert speed.seconds_per_sample() == 0.1
+    speed.add(2.9, 10)
+    assert speed.seconds_per_sample() == pytest.approx(0.29)
+    for seconds in (3.0, 3.0, 1.0, 1.0, 1.0):
+        speed.add(seconds, 10)
+    assert speed.seconds_per_sample() == pytest.approx(0.1)
+
+
 def test_a_schedule_changes_only_in_the_future() -> None:
     schedule = Schedule(8, (0.5, 0.5))
     assert schedule.at(3) == (range(4), range(4, 8))

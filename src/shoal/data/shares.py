@@ -55,18 +55,18 @@ def rebalance(
     A step lasts as long as its slowest worker, so the ideal share is inverse to the seconds. Nothing changes unless
     whole shards at the ideal make the step faster by `min_gain`: less is noise. Shares then move a part of the way:
     half of it for a gain that might be noise, nearly all of it for one that cannot be. Unmeasured workers and those
-    with share 0 keep what they have. Returns shares that sum to 1.
+    with share 0 keep what they have. Where nothing changes, the very same shares are returned.
     """
     total = float(sum(shares))
     current = tuple(share / total for share in shares)
     known = [rank for rank, seconds in enumerate(seconds_per_sample) if seconds and current[rank] > 0]
     if len(known) < 2:
-        return current
+        return tuple(shares)
     ideal = _ideal_shares(current, seconds_per_sample, known)
     now = _step_seconds(num_shards, current, seconds_per_sample)
     gain = 1 - _step_seconds(num_shards, ideal, seconds_per_sample) / now
     if gain < min_gain:
-        return current
+        return tuple(shares)
     damping = gain / (gain + min_gain)
     return tuple(old + damping * (new - old) for old, new in zip(current, ideal, strict=True))
 
@@ -85,22 +85,35 @@ def _step_seconds(num_shards: int, shares: Sequence[float], seconds: Sequence[fl
     return max(count * (each or 0.0) for count, each in zip(counts, seconds, strict=True))
 
 
+FEW_STEPS = 3
+SHIFT = 1.25
+
+
 class Speed:
-    """A worker's seconds per sample: the median of its last steps, so that one hiccup does not count."""
+    """A worker's seconds per sample: the median of its last steps, so that one hiccup does not count.
+
+    A few steps in a row that are all much slower or all much faster are no hiccup: what was before is forgotten.
+    """
 
     def __init__(self, window: int = 16) -> None:
         self._recent: deque[float] = deque(maxlen=window)
 
     def add(self, seconds: float, num_samples: int) -> None:
-        if num_samples:
-            self._recent.append(seconds / num_samples)
+        if not num_samples:
+            return
+        self._recent.append(seconds / num_samples)
+        rates = list(self._recent)
+        before, last = rates[:-FEW_STEPS], rates[-FEW_STEPS:]
+        if len(before) >= FEW_STEPS and (min(last) > SHIFT * median(before) or max(last) * SHIFT < median(before)):
+            self._recent.clear()
+            self._recent.extend(last)
 
     def clear(self) -> None:
         self._recent.clear()
 
     def seconds_per_sample(self) -> float | None:
-        """None until a step was measured."""
-        return median(self._recent) if self._recent else None
+        """None until a few steps were measured."""
+        return median(self._recent) if len(self._recent) >= FEW_STEPS else None
 
 
 Division = Callable[[int], tuple[range, ...]]

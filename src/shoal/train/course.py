@@ -12,10 +12,11 @@ from shoal.checkpoint.state import State, digest
 from shoal.checkpoint.store import FolderStore
 from shoal.data.ledger import Ledger, Place, StepPlan
 from shoal.data.loader import Loader
-from shoal.data.shares import Schedule, Speed, rebalance
+from shoal.data.shares import PERIOD_SHARDS, Schedule, Speed, alike, dithered, rebalance
 from shoal.data.sources import Source
 from shoal.observe.recorder import Recorder
 from shoal.spec.errors import Retryable
+from shoal.spec.strategy import Local
 from shoal.train import setup
 from shoal.train.agree import check_same, facts_of
 from shoal.train.divergence import find_diverged
@@ -24,6 +25,7 @@ from shoal.train.flat import named_tensors
 from shoal.train.handover import share_facts, share_tensors
 from shoal.train.resume import read_progress, write_progress
 from shoal.train.saving import say
+from shoal.train.sync.local import LocalSync
 from shoal.train.sync.sync import Outcome
 from shoal.train.sync.table import NotFinite
 from shoal.train.team import Subject, Team
@@ -56,6 +58,7 @@ class Course:
         self._team, self._subject, self._route = team, subject, route
         self.place = self.goal = route.ledger.place(0)
         self.saved_step = -1
+        self._is_due = False
         self.is_first = True
         self.speed = Speed()
         self.feed: Feed | None = None
@@ -71,7 +74,8 @@ class Course:
 
     def _equal_shares(self) -> Schedule:
         num_copies = self._team.mesh.num_copies
-        return Schedule(self._subject.num_shards, [1 / num_copies] * num_copies)
+        divide = dithered if isinstance(self._subject.settings.sync, Local) else alike
+        return Schedule(self._subject.num_shards, [1 / num_copies] * num_copies, divide)
 
     def load(self, start: Callable[[Place], Loader]) -> Feed:
         """Batches from here on, and from wherever we are when the World has changed."""
@@ -109,11 +113,12 @@ class Course:
             return
         effective = self.place.step + self.feed.loader.depth
         shares = self.schedule.shares_at(effective)
-        better = rebalance(shares, seconds_per_sample, num_shards=self._subject.num_shards)
+        is_dithered = isinstance(self._subject.settings.sync, Local)
+        num_shards = PERIOD_SHARDS if is_dithered else self._subject.num_shards
+        better = rebalance(shares, seconds_per_sample, num_shards=num_shards)
         if better == shares:
             return
         self.schedule.change(effective, better)
-        self.speed.clear()
         if self._team.rank == 0:
             self._route.recorder.event("rebalanced", effective, shares=better, seconds_per_sample=seconds_per_sample)
 
@@ -225,7 +230,19 @@ class Course:
         }
         return True
 
+    def agree(self) -> None:
+        """Let all workers have the same parameters, where each trains by itself for a while."""
+        if self._team.sync is not None:
+            self._team.sync.agree()
+
     # From one run to the next.
+
+    def is_due(self, every: int) -> bool:
+        """Whether it is time for a checkpoint. One that falls into a round is made at its end."""
+        assert self._team.sync is not None
+        is_due = self._is_due or self.place.step % every == 0
+        self._is_due = is_due and not self._team.sync.is_round_over
+        return is_due and not self._is_due
 
     def save(self, *, wait: bool = False) -> None:
         """Save a checkpoint of this moment. With `wait` it is on disk when any worker goes on."""
@@ -256,6 +273,7 @@ class Course:
         """All state that must survive, on rank 0; others get less. All workers call it together."""
         sync, cut, parts = self._team.sync, self._team.cut, self._team.parts
         assert sync is not None
+        sync.agree()
         sync.replica.show(is_average=False)
         tensors = sync.tensors()
         sync.replica.show(is_average=self.is_averaged)
@@ -264,6 +282,7 @@ class Course:
     def digest(self) -> str:
         """The sha256 of the whole model, as it is now."""
         team = self._team
+        self.agree()
         if team.cut is None:
             named = named_tensors(self._subject.model)
             return digest({f"model/{name}": value.detach() for name, value in named})
@@ -287,7 +306,10 @@ class Course:
         setup.check_same_step(self._team.group, loaded.state.step)
         place, counts = self._read(loaded.state)
         cut, tensors = self._team.cut, loaded.state.tensors
-        sync.replica.restore(tensors if cut is None else cut.take(tensors, self._team.part), counts)
+        tensors = tensors if cut is None else cut.take(tensors, self._team.part)
+        sync.replica.restore(tensors, counts)
+        if isinstance(sync, LocalSync):
+            sync.restart(tensors)
         sync.barrier()
         self.place = place
         self.saved_step = place.step

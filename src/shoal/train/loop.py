@@ -19,6 +19,7 @@ from shoal.data.readers import Loaded
 from shoal.engine.env import read_worker
 from shoal.spec.errors import MemberLost
 from shoal.spec.event import StepMetrics
+from shoal.spec.strategy import Local
 from shoal.train import evaluation, setup
 from shoal.train.agree import check_agreement
 from shoal.train.blame import naming_samples
@@ -37,6 +38,7 @@ from shoal.train.parts import check_batch, check_parts
 from shoal.train.saving import say
 from shoal.train.settings import make_settings
 from shoal.train.skips import MOST_IN_A_ROW, Skips
+from shoal.train.split.inner import InnerSteps
 from shoal.train.split.make import Material, make_split
 from shoal.train.split.split import Split, Work
 from shoal.train.split.whole import Whole
@@ -49,9 +51,6 @@ T = TypeVar("T")
 
 HOLD, STOP = 1, 2
 """What a worker may wish for after a step: to stand still for another World, or to end the run."""
-
-BALANCE_EVERY = 10
-"""Steps between looks at the workers' speeds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +107,8 @@ class Trainer:
             num_copies = make_mesh(facts.world_size, self.settings.split).num_copies
             self.ledger = setup.make_ledger(self.settings, self._source, traits, num_copies)
             self._buffers = ChangingBuffers(self.model, traits.changing)
-            self._merges = traits.is_plain and not self.settings.exact
+            self._is_local = isinstance(self.settings.sync, Local)
+            self._merges = traits.is_plain and not self.settings.exact and not self._is_local
             self._num_steps: int | None = None
             self._skips = Skips()
             self._is_closed = False
@@ -124,7 +124,7 @@ class Trainer:
                 is_random=traits.is_random,
                 faults=self._faults,
             )
-            self._split: Split = Whole(self._compute, lambda: self.rank, self._reach)
+            self._split = self._inner(Whole(self._compute, lambda: self.rank, self._reach))
             subject = Subject(
                 model=self.model,
                 optimizer=optimizer,
@@ -133,6 +133,7 @@ class Trainer:
                 device=self.device,
                 reach=self._reach,
                 divide=self._divide,
+                buffers=self._buffers,
             )
             self._team = Team(facts, number, subject)
             opened.callback(self._team.leave)
@@ -181,6 +182,7 @@ class Trainer:
         A resumed script reaches the calls of `fit` that it made before; what they did already is not done again.
         """
         stop_epoch, stop_step, goal = setup.next_goal(self.ledger, self._course.goal, epochs, steps)
+        setup.check_rounds(self.settings, self.ledger, epochs, steps)
         with self._calls.make("fit") as call:
             if call.is_over:
                 self._course.goal = goal or Place(**call.result)
@@ -191,6 +193,7 @@ class Trainer:
                 for batch in batches:
                     self.step(batch)
             self._course.goal = goal or self.place
+            self._course.agree()
             if self._measurement is not None:
                 self._measurement.end()
             self._course.keep()
@@ -210,6 +213,7 @@ class Trainer:
                     for batch in batches:
                         with self._team.apart(True):
                             yield batch
+                self._course.agree()
                 if self._team.is_elastic:
                     self._course.keep()  # as `fit` does
             except GeneratorExit:
@@ -336,8 +340,29 @@ class Trainer:
             rank=lambda: self.rank,
             reach=self._reach,
         )
-        self._split, cut = make_split(self.settings.split, material)
+        split, cut = make_split(self.settings.split, material)
+        self._split = self._inner(split)
         return cut
+
+    def _inner(self, split: Split) -> Split:
+        """Where copies train by themselves, each shard is a batch of its own to them."""
+        return InnerSteps(split, self._buffers, self._leave_out) if self._is_local else split
+
+    def _leave_out(self, plan: StepPlan, error: NotFinite) -> None:
+        """A batch of this copy's own was no good. Only this worker leaves it out."""
+        try:
+            with naming_samples(self.ledger, self._source, plan, self._course.schedule.at(plan.step)):
+                raise error
+        except NotFinite as named:
+            self._tell_skipped(plan, named)
+
+    def _tell_skipped(self, plan: StepPlan, error: NotFinite) -> None:
+        error.at(step=plan.step)
+        if self.settings.not_finite == "error":
+            raise error
+        self._recorder.event("step_skipped", plan.step, message=error.message, samples=list(error.samples))
+        rank = 0 if self._is_local else self.rank  # else all say the same, and one is enough
+        say(f"{error.render()}\n  now: the step is left out".replace("error:", "warning:", 1), rank)
 
     def _reach(self, point: str) -> None:
         """What is to go wrong on purpose goes wrong here."""
@@ -346,12 +371,12 @@ class Trainer:
 
     def _save_in_time(self) -> None:
         every = self.settings.checkpoint_every
-        if every and self.place.step % every == 0:
+        if every and self._course.is_due(every):
             self.save()
 
     def _agree_on_more(self, plan: StepPlan, totals: Totals) -> None:
         """Shares, repairs, newcomers, the end: all workers decide the same, each from the same numbers."""
-        if self.settings.balance and self._team.mesh.num_copies > 1 and self.place.step % BALANCE_EVERY == 0:
+        if self.settings.balance and self._team.mesh.num_copies > 1 and totals.has_news:
             self._course.rebalance(totals.seconds_per_sample)
         if self._measurement is not None:
             self._measurement.add(plan.count, totals.seconds_per_sample)
@@ -364,11 +389,7 @@ class Trainer:
 
     def _skip(self, plan: StepPlan, error: NotFinite) -> float:
         """A step was left out, on all workers alike; after several in a row go back to the last checkpoint."""
-        error.at(step=plan.step)
-        if self.settings.not_finite == "error":
-            raise error
-        self._recorder.event("step_skipped", plan.step, message=error.message, samples=list(error.samples))
-        say(f"{error.render()}\n  now: the step is left out".replace("error:", "warning:", 1), self.rank)
+        self._tell_skipped(plan, error)
         if self._skips.add(plan.step):
             if not self._skips.may_go_back(plan.step) or not self._course.can_resume():
                 raise error
@@ -485,6 +506,7 @@ class Trainer:
             source = setup.make_source(dataset, None, self.settings, is_whole=False)
             with self._calls.make(name) as call:
                 if not call.is_over:
+                    self._course.agree()
                     result = self._team.together(
                         lambda: act(
                             self.model, self._split.use, function, source, self._team.copies, block, self.device
