@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -124,8 +124,13 @@ class Run:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a file that somebody else may be writing to."""
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    """All whole lines of a file that others may be writing to, and may be killed while they do."""
+    found = []
+    for line in path.read_text().splitlines(keepends=True):
+        with suppress(json.JSONDecodeError):
+            if line.endswith("\n"):
+                found.append(json.loads(line))
+    return found
 
 
 @contextmanager

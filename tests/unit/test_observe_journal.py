@@ -151,6 +151,16 @@ def test_writing_resumes_when_the_disk_works_again(tmp_path):
     assert "works again" in said[1]
 
 
+def test_a_line_cut_by_a_kill_damages_only_itself(tmp_path):
+    path = tmp_path / "lines"
+    path.write_bytes(b"one\ntw")
+    lines = Appender(str(path))
+    lines.append(b"three\n")
+    lines.append(b"four\n")
+    lines.close()
+    assert path.read_bytes() == b"one\ntw\nthree\nfour\n"
+
+
 def test_a_line_cut_by_a_full_disk_damages_only_itself(tmp_path, monkeypatch):
     path = str(tmp_path / "file")
     file = Appender(path)

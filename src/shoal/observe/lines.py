@@ -16,8 +16,8 @@ class Appender:
 
     Each append is one write to a descriptor opened with O_APPEND, so lines of several processes never mix. It never
     raises: the first failure and the first success after it are reported once each through `report`, and every later
-    append tries again. A line that was cut (the disk filled up in its middle) is ended before the next one starts, so
-    that it damages nothing but itself.
+    append tries again. A line that was cut (the disk filled up in its middle, or its writer was killed, before this one
+    opened the file) is ended before the next one starts, so that it damages nothing but itself.
     """
 
     def __init__(self, path: str, report: Report = say_nothing) -> None:
@@ -50,7 +50,9 @@ class Appender:
 
     def _write(self, lines: bytes) -> int:
         if self._fd < 0:
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            size = os.fstat(self._fd).st_size
+            self._is_cut = self._is_cut or (size > 0 and os.pread(self._fd, 1, size - 1) != b"\n")
         start = b"\n" if self._is_cut else b""
         written = os.write(self._fd, start + lines) - len(start)
         if written < 0:
