@@ -16,8 +16,8 @@ class Appender:
 
     Each append is one write to a descriptor opened with O_APPEND, so lines of several processes never mix. It never
     raises: the first failure and the first success after it are reported once each through `report`, and every later
-    append tries again. A line that was cut (the disk filled up in its middle, or its writer was killed, before this one
-    opened the file) is ended before the next one starts, so that it damages nothing but itself.
+    append tries again. A line that was cut (the disk filled up, or its writer was killed before this one opened the
+    file) is ended before the next one starts, so that it damages nothing but itself.
     """
 
     def __init__(self, path: str, report: Report = say_nothing) -> None:
