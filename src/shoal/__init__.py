@@ -20,6 +20,7 @@ from shoal.version import __version__
 
 if TYPE_CHECKING:
     from shoal.run import launch
+    from shoal.task_run import map
     from shoal.train.loop import Trainer
 
 __all__ = [
@@ -37,12 +38,13 @@ __all__ = [
     "diloco",
     "launch",
     "local",
+    "map",
     "pipeline",
     "sharded",
     "tensor",
 ]
 
-_LAZY = {"Trainer": "shoal.train.loop", "launch": "shoal.run"}
+_LAZY = {"Trainer": "shoal.train.loop", "launch": "shoal.run", "map": "shoal.task_run"}
 
 
 def __getattr__(name: str) -> Any:

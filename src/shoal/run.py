@@ -137,7 +137,7 @@ def _run(crew: Crew, keep: Keep, stops: StopSignals | None, out: TextIO | None) 
     job = crew.job
     num_ports = crew.num_workers if job.framework == "tensorflow" else 0
     with ExitStack() as stack:
-        folder = stack.enter_context(_open_folder(job, keep))
+        folder = stack.enter_context(open_folder(job, keep))
         ports = stack.enter_context(ReservedPorts(1 + num_ports))
         facts = RunFacts(
             name=folder.name,
@@ -155,15 +155,16 @@ def _run(crew: Crew, keep: Keep, stops: StopSignals | None, out: TextIO | None) 
             outcome = watch.run(crew)
         except BaseException as error:
             is_failure = isinstance(error, Exception)
-            _note_end(
+            note_end(
                 folder, "failed" if is_failure else "stopped", getattr(error, "exit_code", 1) if is_failure else 130
             )
             raise
-        _note_end(folder, outcome.status, outcome.exit_code)
+        note_end(folder, outcome.status, outcome.exit_code)
         return outcome
 
 
-def _open_folder(job: Job, keep: Keep) -> RunFolder:
+def open_folder(job: Job, keep: Keep) -> RunFolder:
+    """Make or take the folder of a run, and hold it."""
     hidden = dict.fromkeys(job.env, "***")
     facts = {
         "command": [_hide_env(part, job.env) for part in keep.command],
@@ -225,7 +226,8 @@ def _link(folder: RunFolder, home: str) -> None:
         pass
 
 
-def _note_end(folder: RunFolder, status: str, exit_code: int) -> None:
+def note_end(folder: RunFolder, status: str, exit_code: int) -> None:
+    """Say in the folder what became of the run."""
     try:
         folder.update(status=status, exit_code=exit_code, ended=time.time())
     except ShoalError as error:  # a full disk must not hide what became of the run

@@ -13,11 +13,14 @@ LEVELS = (
     ("cli",),
     ("demo", "testing"),
     ("__init__",),
+    ("task_run",),
     ("run",),
+    ("task_crew",),
     ("auto", "watch"),
     ("answer",),
     ("elastic_run",),
     ("hanging",),
+    ("tasks",),
     ("train",),
     ("comm", "data", "checkpoint", "elastic", "observe", "engine"),
     ("spec", "version"),
@@ -131,7 +134,7 @@ LIGHT = sorted(
     str(file.relative_to(SOURCE.parent).with_suffix("")).replace("/", ".")
     for part in (
         *("__init__.py", "cli.py", "run.py", "auto.py", "watch.py", "answer.py", "elastic_run.py"),
-        *("spec", "engine", "observe", "elastic"),
+        *("task_run.py", "task_crew.py", "spec", "engine", "observe", "elastic", "tasks"),
     )
     for file in ([SOURCE / part] if part.endswith(".py") else (SOURCE / part).glob("*.py"))
 )

@@ -22,6 +22,7 @@ NAMES = [
     "diloco",
     "launch",
     "local",
+    "map",
     "pipeline",
     "sharded",
     "tensor",
@@ -57,6 +58,11 @@ ATTRIBUTES = [
 
 LAUNCH = (
     "function, num_workers=2, args=(), kwargs=None, *, "
+    "env=None, run_dir=None, threads_per_worker=None, is_quiet=False"
+)
+
+MAP = (
+    "function, items, workers=None, *, retries=2, timeout_seconds=None, on_error='raise', is_lazy=False, "
     "env=None, run_dir=None, threads_per_worker=None, is_quiet=False"
 )
 
@@ -127,6 +133,10 @@ def test_the_attributes_of_a_trainer(run_dir):
 
 def test_launch():
     assert signature_of(shoal.launch) == LAUNCH
+
+
+def test_map():
+    assert signature_of(shoal.map) == MAP
 
 
 def test_errors_form_one_tree_and_have_exit_codes():

@@ -142,6 +142,18 @@ def worker_env(
     return {**env, **job.env}
 
 
+def task_env(job: Job, worker: int, run: RunFacts, inherited: Mapping[str, str], incarnation: int) -> dict[str, str]:
+    """The whole environment of a worker of `shoal.map`.
+
+    It is on its own: nothing in it tells of a group that it could meet, and a Trainer in it is a run of one. Only
+    SHOAL_WORKER says which worker it is.
+    """
+    env = worker_env(job, worker, run, inherited, incarnation)
+    for name in {*_torchrun(worker, run), *_shoal(job, run), "TF_CONFIG"} - {*job.env}:
+        env.pop(name, None)
+    return {"SHOAL_WORKER": str(worker), **env}
+
+
 def _defaults() -> dict[str, str]:
     return {
         "PYTHONUNBUFFERED": "1",

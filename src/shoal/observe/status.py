@@ -47,14 +47,16 @@ def find_lead(latest: Mapping[int, Mapping[str, Any]]) -> int:
 
 def _parts(data: Mapping[str, Any], shares: dict[str, float]) -> dict[str, str]:
     step, num_steps = data.get("step"), data.get("num_steps")
+    # Of a map: items that are done, instead of steps.
+    unit, rated = ("items", "items") if data.get("unit") == "items" else ("step", "samples")
     loss, rate, workers = data.get("loss"), data.get("samples_per_second"), data.get("workers")
     eta = data.get("eta_seconds") if step != num_steps else None
     shown = [f"{_SHORT.get(name, name)} {round(100 * share)}%" for name, share in shares.items() if share >= 0.005]
     return {
-        "step": "" if step is None else f"step {step}/{num_steps}" if num_steps else f"step {step}",
+        "step": "" if step is None else f"{unit} {step}/{num_steps}" if num_steps else f"{unit} {step}",
         "epoch": "" if data.get("epoch") is None else f"epoch {data['epoch']}",
         "loss": "" if loss is None else f"loss {number(loss)}",
-        "rate": f"{count(rate)} samples/s" if rate else "",
+        "rate": f"{count(rate)} {rated}/s" if rate else "",
         "workers": "" if not workers else "1 worker" if workers == 1 else f"{workers} workers",
         "eta": "" if eta is None else f"eta {duration(eta)}",
         "shares": " ".join(shown),
@@ -65,7 +67,7 @@ def _shorter_forms(parts: dict[str, str]) -> list[tuple[str, str]]:
     workers = parts["workers"].partition(" ")[0]
     return [
         ("epoch", ""),
-        ("rate", parts["rate"].replace(" samples", "")),
+        ("rate", parts["rate"].replace(" samples", "").replace(" items", "")),
         ("shares", parts["shares"].replace("%", "")),
         ("workers", f"{workers}w" if workers not in ("", "1") else ""),
         ("workers", ""),
