@@ -13,6 +13,7 @@ from shoal.comm.group import Group
 PART = 2**22
 """Elements that travel at a time, so that no single call takes longer than a silent rank is waited for."""
 
+
 def parts_of(values: torch.Tensor) -> list[torch.Tensor]:
     return list(values.split(PART))
 
@@ -30,9 +31,9 @@ def mean_int8(
     """The mean in place, of values that travel as int8.
 
     `rest` is what this rank's messages have left over so far, `rest_of_mean` what means that it sent on for all have
-    left over; both are as large as `values`, zero at first, and belong to this function. Two ranks swap all they have:
-    1/4 of the bytes. More of them send each rank its part, which adds up and passes the sum on: 2 (size - 1) / size
-    of a quarter, and a second rounding.
+    left over; both are as large as `values`, zero at first, and belong to this function. Two ranks swap all they
+    have: a quarter of the bytes. More of them send each rank its part, which adds up and passes the sum on:
+    2 (size - 1) / size of a quarter, and a second rounding.
     """
     triples = zip(parts_of(values), parts_of(rest), parts_of(rest_of_mean), strict=True)
     for part, left, left_of_mean in triples:

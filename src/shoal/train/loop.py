@@ -40,6 +40,7 @@ from shoal.train.settings import make_settings
 from shoal.train.skips import MOST_IN_A_ROW, Skips
 from shoal.train.split.inner import InnerSteps
 from shoal.train.split.make import Material, make_split
+from shoal.train.split.microbatches import largest_piece
 from shoal.train.split.split import Split, Work
 from shoal.train.split.whole import Whole
 from shoal.train.sync.sync import Outcome, Standing, Totals
@@ -234,7 +235,7 @@ class Trainer:
                 place,
                 lambda step: self._course.schedule.at(step)[self._team.copy],
                 merge=self._merges,
-                max_piece=self.settings.microbatch_size,
+                max_piece=self._largest_piece(),
                 stop_step=stop_step,
                 stop_epoch=stop_epoch,
                 num_processes=self.settings.loaders,
@@ -324,7 +325,7 @@ class Trainer:
         self._course.compute_seconds = time.perf_counter() - started
         self._reach("backward")
         if self._course.is_first:
-            setup.check_unused(self._team.copies, sync, self.settings.unused)
+            setup.check_unused(self._team.group, sync, self.settings.unused)
         with naming_samples(self.ledger, self._source, plan, assignment):
             return sync.finish()
 
@@ -334,8 +335,9 @@ class Trainer:
         material = Material(
             compute=self._compute,
             optimizer=self.optimizer,
+            group=self._team.group,
             parts=parts,
-            first=setup.first_samples(self._source, self.settings.batch_size),
+            first=setup.first_samples(self._source, self._largest_piece() or self.settings.batch_size),
             recorder=self._recorder,
             rank=lambda: self.rank,
             reach=self._reach,
@@ -363,6 +365,10 @@ class Trainer:
         self._recorder.event("step_skipped", plan.step, message=error.message, samples=list(error.samples))
         rank = 0 if self._is_local else self.rank  # else all say the same, and one is enough
         say(f"{error.render()}\n  now: the step is left out".replace("error:", "warning:", 1), rank)
+
+    def _largest_piece(self) -> int | None:
+        """Most samples in one forward."""
+        return largest_piece(self.settings, self.ledger, self._team.mesh.num_copies, is_merging=self._merges)
 
     def _reach(self, point: str) -> None:
         """What is to go wrong on purpose goes wrong here."""

@@ -9,6 +9,7 @@ from shoal.checkpoint.facts import Fact
 from shoal.checkpoint.state import State
 from shoal.data.ledger import Ledger, Place
 from shoal.spec.errors import UserError
+from shoal.spec.strategy import Local
 from shoal.train.flat import shorten
 from shoal.train.settings import Settings
 
@@ -30,6 +31,7 @@ def write_progress(
         "epoch": place.epoch,
         "offset": place.offset,
         **sizes_of(settings, ledger),
+        "sync": str(settings.sync),
         "settings": {name: getattr(settings, name) for name in FIXED},
         "optimizer": type(optimizer).__name__,
         "groups": [hyper_parameters(group) for group in optimizer.param_groups],
@@ -94,6 +96,9 @@ def _check_settings(facts: Mapping[str, Any], ledger: Ledger, settings: Settings
     asked = {name: getattr(settings, name) for name in FIXED} | sizes_of(settings, ledger)
     saved = {**facts.get("settings", {}), **{name: facts.get(name) for name in sizes_of(settings, ledger)}}
     changed = [name for name, value in asked.items() if saved.get(name) != value]
+    # Where copies train by themselves, the number of shards follows from the number of workers.
+    if isinstance(settings.sync, Local) or str(facts.get("sync", "")).startswith("local:"):
+        changed = [name for name in changed if name != "num_shards"]
     # The number of shards follows from the others unless it alone was changed.
     changed = [name for name in changed if name != "num_shards" or len(changed) == 1]
     if changed:

@@ -29,7 +29,7 @@ from shoal.engine.env import WorkerFacts, shoal_home
 from shoal.observe import runs
 from shoal.observe.recorder import Recorder
 from shoal.spec.errors import UserError
-from shoal.spec.strategy import AllReduce
+from shoal.spec.strategy import AllReduce, Local, Sharded
 from shoal.train.agree import find_different_data
 from shoal.train.chunked import is_elementwise
 from shoal.train.compute import autocast
@@ -40,10 +40,12 @@ from shoal.train.loss import Loss, as_sum, move
 from shoal.train.saving import SaveReport, say
 from shoal.train.settings import Settings, values_of
 from shoal.train.sync.across import Across
+from shoal.train.sync.local import LocalSync
 from shoal.train.sync.message import MessageSync
+from shoal.train.sync.sharded import make_sharded
 from shoal.train.sync.shared import SharedMemorySync
 from shoal.train.sync.sync import Sync
-from shoal.train.traits import Traits, probe
+from shoal.train.traits import ChangingBuffers, Traits, probe
 from shoal.train.waiting import Waiting
 
 SHARDS_ALONE = 8
@@ -181,8 +183,13 @@ def first_samples(source: Source, count: int) -> Any:
 
 
 def make_ledger(settings: Settings, source: Source, traits: Traits, num_workers: int) -> Ledger:
-    """Fix how steps are cut. It depends on the settings and the model, never on the number of workers."""
+    """Fix how steps are cut. It depends on the settings and the model, never on the number of workers.
+
+    Copies that train by themselves are an exception: there a shard is what one of them learns from at a time.
+    """
     num_shards = choose_shards(settings, traits)
+    if isinstance(settings.sync, Local):
+        num_shards = choose_inner_batches(settings, settings.sync, num_workers)
     if num_shards < num_workers:
         raise UserError(
             f"{num_workers} workers are too many for a step of {settings.batch_size} samples in {num_shards} shards.",
@@ -215,6 +222,32 @@ def choose_shards(settings: Settings, traits: Traits) -> int:
     return min(num_shards, settings.batch_size)
 
 
+def choose_inner_batches(settings: Settings, sync: Local, num_copies: int) -> int:
+    """Into how many batches a step is cut that each are an update of one copy: one for each, if nothing is said."""
+    if settings.exact:
+        raise UserError(
+            f"exact=True and sync={sync} exclude each other.",
+            why="copies that train by themselves come to another result with another number of them",
+            hint="leave exact out, or use sync=all_reduce",
+        )
+    return settings.shards or num_copies
+
+
+def check_rounds(settings: Settings, ledger: Ledger, epochs: int | None, steps: int | None) -> None:
+    """Refuse to train for less than a round, where that is known: nobody would ever agree on the way."""
+    if not isinstance(settings.sync, Local) or settings.sync.every is None:
+        return
+    every, num_steps = settings.sync.every, steps
+    if epochs and ledger.steps_per_epoch is not None:
+        num_steps = epochs * ledger.steps_per_epoch
+    if num_steps and every > num_steps:
+        raise UserError(
+            f"The workers would agree every {every} steps, and fit() is to take {num_steps}.",
+            why="a round that is longer than the run is never completed",
+            hint=f"use every={num_steps} or less, or train longer",
+        )
+
+
 def _check_exact_shards(settings: Settings, num_shards: int) -> None:
     """In exact mode sums are taken shard by shard, so a shard must be computed in one piece."""
     largest = -(-settings.batch_size // num_shards)
@@ -237,6 +270,7 @@ def make_sync(
     is_elastic: bool = False,
     reach: Callable[[str], None] = lambda point: None,
     across: Across | None = None,
+    buffers: ChangingBuffers | None = None,
 ) -> Sync:
     """One set of parameters in shared memory where that is possible, else a copy for each worker."""
     share_rest(group, model, source)
@@ -249,6 +283,11 @@ def make_sync(
         "is_elastic": is_elastic,
         "reach": reach,
     }
+    if isinstance(settings.sync, Local):
+        del keywords["num_shards"], keywords["exact"], keywords["is_elastic"]
+        return LocalSync(group, model, optimizer, settings.sync, buffers=buffers, across=across, **keywords)
+    if isinstance(settings.sync, Sharded):
+        return make_sharded(settings.sync, group, model, optimizer, across, keywords)
     if not isinstance(settings.sync, AllReduce):
         raise UserError(f"sync={settings.sync} is not there yet.")
     if isinstance(group, ShmGroup) and is_elementwise(optimizer) and across is None:

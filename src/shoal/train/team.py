@@ -28,6 +28,7 @@ from shoal.train.sync.across import Across
 from shoal.train.sync.message import MessageSync
 from shoal.train.sync.sync import Outcome, Sync
 from shoal.train.sync.table import NotFinite
+from shoal.train.traits import ChangingBuffers
 
 T = TypeVar("T")
 
@@ -36,7 +37,8 @@ T = TypeVar("T")
 class Subject:
     """What is trained, and how: all that a sync is made of besides a group. `reach` is told how far a step is.
 
-    `divide` lets the model have only the part of it that is ours, among those who hold a copy together.
+    `divide` lets the model have only the part of it that is ours, among those who hold a copy together. `buffers` are
+    those that a forward changes.
     """
 
     model: nn.Module
@@ -46,6 +48,7 @@ class Subject:
     device: torch.device
     reach: Callable[[str], None]
     divide: Callable[[Group], Cut]
+    buffers: ChangingBuffers
 
 
 class Progress(Protocol):
@@ -175,6 +178,7 @@ class Team:
                 is_elastic=self.is_elastic,
                 reach=of.reach,
                 across=Across(self.group, self.parts, self.cut) if self.parts is not None and self.cut else None,
+                buffers=of.buffers,
             )
 
     # Elastic runs.

@@ -1,0 +1,78 @@
+"""What all copies have agreed on, and how the mean of their ways moves it on."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from shoal.comm.codec_mean import mean_int8, mean_plain
+from shoal.comm.group import Group
+from shoal.spec.strategy import Local
+from shoal.train.flat import FlatModel
+from shoal.train.sync.local_rounds import Span
+
+PREFIX = {"anchor": "anchor/", "momentum": "momentum/"}
+"""Of the names in a checkpoint. Other ways to agree do not know them, and need not."""
+
+
+class Outer:
+    """The agreed parameters (`anchor`), and with "nesterov" their momentum: the same on all copies, bit for bit.
+
+    `mean` and `move` touch nothing but a span of what is here, so they may run while the copies train on.
+    """
+
+    def __init__(self, sync: Local, flat: FlatModel, group: Group) -> None:
+        self._sync, self._flat, self._group = sync, flat, group
+        # Agreed values of 16 bits would not get on: a mean differs from them by less than they can tell.
+        dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
+        self.anchor = flat.values.detach().to(dtype, copy=True)
+        self.momentum = torch.zeros_like(self.anchor) if sync.outer == "nesterov" else None
+        is_coded = sync.codec == "int8" and group.size > 1
+        self._rest = torch.zeros_like(self.anchor, dtype=torch.float32) if is_coded else None
+        has_relay = is_coded and group.size > 2
+        self._rest_of_mean = torch.zeros_like(self._rest) if has_relay and self._rest is not None else self._rest
+
+    def way(self, span: Span) -> torch.Tensor:
+        """How far our copy has come from the anchor, backwards: the pseudo-gradient."""
+        return self.anchor[slice(*span)] - self._flat.values[slice(*span)]
+
+    def mean(self, way: torch.Tensor, span: Span, weights: list[float]) -> torch.Tensor:
+        """The mean of everybody's ways, on every copy. Zero if none of them weighs anything."""
+        if not sum(weights):
+            return torch.zeros_like(way)
+        if self._group.size == 1:
+            return way.clone()
+        if self._rest is None or self._rest_of_mean is None:
+            mean = way.clone()
+            mean_plain(self._group, mean, weights)
+            return mean
+        mean, at = way.to(torch.float32, copy=True), slice(*span)
+        mean_int8(self._group, mean, weights, self._rest[at], self._rest_of_mean[at])
+        return mean.to(way.dtype)
+
+    def move(self, mean: torch.Tensor, span: Span) -> torch.Tensor:
+        """Move the anchor on by a mean way; returns what was taken from it."""
+        taken = mean
+        if self.momentum is not None:
+            momentum = self.momentum[slice(*span)]
+            momentum.mul_(self._sync.momentum).add_(mean)
+            taken = mean.add(momentum, alpha=self._sync.momentum).mul_(self._sync.lr)
+        self.anchor[slice(*span)].sub_(taken)
+        return taken
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a resumed run needs besides the parameters: with "average" nothing, for the mean is all there is."""
+        if self.momentum is not None:
+            for kind, flat in (("anchor", self.anchor), ("momentum", self.momentum)):
+                for name, view in self._flat.named(flat):
+                    yield PREFIX[kind] + name, view
+
+    def restart(self, tensors: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint whose parameters are in place: with its anchor and momentum, if it has them."""
+        self.anchor.copy_(self._flat.values)
+        for rest in (self.momentum, self._rest, self._rest_of_mean):
+            if rest is not None:
+                rest.zero_()
+        for name, view in self.tensors():
+            if name in tensors:
+                view.copy_(tensors[name])
