@@ -1,0 +1,167 @@
+"""A copy whose layers are cut: each worker holds a slice of every large weight, and layers talk to other parts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.comm.group import Group
+from shoal.observe.recorder import Recorder
+from shoal.spec.errors import UserError
+from shoal.spec.strategy import Tensor
+from shoal.train.agree import check_agreement
+from shoal.train.chunked import is_elementwise
+from shoal.train.compute import Compute, uncompiled
+from shoal.train.cut import Cut, Held, Slice
+from shoal.train.flat import shorten
+from shoal.train.saving import say
+from shoal.train.split.split import Forward
+from shoal.train.split.tensor_check import Comparison
+from shoal.train.split.tensor_layers import cut_parameters, install
+from shoal.train.split.tensor_plan import Plan, Planner
+from shoal.train.split.tensor_portion import Layout, Parts, Portion, Stuck, slice_of
+from shoal.train.split.tensor_trial import Trial
+from shoal.train.split.whole import Whole
+
+
+class CutLayers(Whole):
+    """Computes as a whole model does: only that layers were cut, and what they give may be, too."""
+
+    def use(self, function: Forward, batch: Any) -> Any:
+        return _gathered(super().use(function, batch))
+
+
+def cut_layers(model: nn.Module, wanted: Tensor, group: Group, trial: Trial) -> tuple[Cut, Plan]:
+    """Let `model` hold slices: ours of those that `group` holds together. Returns who holds what, and how it was cut.
+
+    `trial` runs the loss, which needs the model; all parts must have the same model and samples. It is run some times
+    before and once after: a model that then computes something else is refused.
+    """
+    with trial.undisturbed():
+        plan = Planner(model, group.size, wanted.plan, trial.forward).find()
+    check_agreement(group, {"the plan of split=tensor": plan})
+    comparison = Comparison(trial)
+    parts = Parts(group)
+    cut = _slice(model, plan, parts)
+    for name, layer in plan.items():
+        install(model.get_submodule(name), layer, parts)
+    _leave_fast_paths(model)
+    comparison.check(cut, group.rank)
+    return cut, plan
+
+
+def _slice(model: nn.Module, plan: Plan, parts: Parts) -> Cut:
+    """Keep our slice of each parameter that is cut, in a memory of its own."""
+    layouts: dict[int, Layout] = {}
+    for name, layer in plan.items():
+        module = model.get_submodule(name)
+        layouts |= {id(module.get_parameter(key)): layout for key, layout in cut_parameters(module, layer)}
+    held: dict[str, list[Held]] = {}
+    tensors = {key: value for key, value in model.state_dict(keep_vars=True).items() if id(value) in layouts}
+    for key, value in tensors.items():
+        layout = layouts[id(value)]
+        held[key] = list(_slices(layout, value.shape[layout.dim], parts.num_parts))
+    for value in {id(value): value for value in tensors.values()}.values():
+        layout = layouts[id(value)]
+        value.data = slice_of(layout, value.shape[layout.dim], parts).of(value.detach()).clone()
+    return Cut(held=held)
+
+
+def _slices(layout: Layout, size: int, num_parts: int) -> list[Held]:
+    share = size // layout.blocks // num_parts
+    return [Slice(layout.dim, n * share, (n + 1) * share, size, layout.blocks) for n in range(num_parts)]
+
+
+def _leave_fast_paths(model: nn.Module) -> None:
+    """torch's transformers read the weights of their layers directly in evaluation, but not where there are hooks."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.register_forward_pre_hook(_nothing)
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+
+
+def _nothing(module: nn.Module, args: Any) -> None:
+    return None
+
+
+def _gathered(value: Any) -> Any:
+    """Outputs as everybody knows them."""
+    if isinstance(value, Portion):
+        return value.region.gather(value, Stuck("it is the model's output"))
+    if isinstance(value, Mapping):
+        return {key: _gathered(each) for key, each in value.items()}
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(_gathered(each) for each in value)
+    return value
+
+
+# A run's own.
+
+
+def cut_for_run(
+    wanted: Tensor,
+    compute: Compute,
+    optimizer: torch.optim.Optimizer,
+    group: Group,
+    samples: Any,
+    recorder: Recorder,
+) -> Cut:
+    """Cut the model of a run, and tell how. Raises UserError where it cannot be cut, or not with these settings."""
+    model = uncompiled(compute.model)
+    _check_settings(compute, optimizer)
+    _check_same_kernels(group)
+    before = _num_bytes(model)
+    cut, plan = cut_layers(model, wanted, group, Trial(compute, samples))
+    facts = {"layers": {name: str(layer) for name, layer in plan.items()}, "bytes_whole": before}
+    facts["bytes_held"] = _num_bytes(model)
+    if recorder.rank == 0:
+        recorder.event("tensor_plan", None, **facts)
+    say(_summary(group.size, facts), recorder.rank)
+    return cut
+
+
+def _check_settings(compute: Compute, optimizer: torch.optim.Optimizer) -> None:
+    """What cannot be had with layers that are cut."""
+    if compute.settings.exact:
+        raise _impossible(
+            "exact=True",
+            "parts of a layer add up in another order than one process does, so bits would differ",
+            "leave one of them out: without exact=True the result is that of one process up to rounding",
+        )
+    if uncompiled(compute.model) is not compute.model:
+        raise _impossible(
+            "torch.compile", "it cannot see through what the parts say to each other", "do not compile the model"
+        )
+    if not is_elementwise(optimizer):
+        raise _impossible(
+            f"the optimizer {type(optimizer).__name__}",
+            "it looks at whole tensors, of which each worker has a part",
+            "use one that looks at each element by itself, such as SGD or AdamW",
+        )
+
+
+def _impossible(what: str, why: str, hint: str) -> UserError:
+    return UserError(f"split=shoal.tensor(...) does not go together with {what}.", why=why, hint=hint)
+
+
+def _check_same_kernels(group: Group) -> None:
+    """Parameters that are not cut are updated by each part: they stay the same if all parts compute alike."""
+    facts = {
+        "the number of threads (`threads=`)": torch.get_num_threads(),
+        "the kind of processor": torch.backends.cpu.get_cpu_capability(),
+    }
+    check_agreement(group, facts)
+
+
+def _num_bytes(model: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def _summary(num_parts: int, facts: Mapping[str, Any]) -> str:
+    """The plan in one line."""
+    layers = facts["layers"]
+    held, whole = (facts[key] / 1e6 for key in ("bytes_held", "bytes_whole"))
+    names = shorten([f"{name} {style}" for name, style in layers.items()], 6)
+    return f"shoal: tensor({num_parts}) cuts {len(layers)} layers, {held:.2g} of {whole:.2g} MB a worker: {names}"
