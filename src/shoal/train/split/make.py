@@ -12,17 +12,25 @@ from shoal.spec.errors import UserError
 from shoal.spec.strategy import Split as Wanted
 from shoal.train.compute import Compute
 from shoal.train.cut import Cut
+from shoal.train.split.pipeline_make import make_pipeline
 from shoal.train.split.split import Split
+from shoal.train.split.tensor import CutLayers, cut_for_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Material:
-    """What a model is cut with. `first` are the first samples: what cutting by measured time needs."""
+    """What a model is cut with. `first` are the first samples: what cutting by measured time needs; `few` are
+    some of them.
+
+    `group` are all workers, `parts` those of one copy.
+    """
 
     compute: Compute
     optimizer: torch.optim.Optimizer
+    group: Group
     parts: Group
     first: Any
+    few: Any
     recorder: Recorder
     rank: Callable[[], int]
     reach: Callable[[str], None]
@@ -30,4 +38,16 @@ class Material:
 
 def make_split(wanted: Wanted, material: Material) -> tuple[Split, Cut]:
     """Let the model hold only the part of it that is ours; returns what computes with it, and who holds what."""
+    if wanted.pipeline is not None and wanted.tensor is not None:
+        raise UserError(
+            f"split={wanted} is one cut too many.",
+            why="a stage of a pipeline cannot be cut into parts of its layers yet",
+            hint="use one of shoal.pipeline(...) and shoal.tensor(...)",
+        )
+    if wanted.pipeline is not None:
+        return make_pipeline(wanted.pipeline, material)
+    if wanted.tensor is not None and wanted.pipeline is None:
+        parts = CutLayers(material.compute, material.rank, material.reach)
+        group, few, recorder = material.parts, material.few, material.recorder
+        return parts, cut_for_run(wanted.tensor, material.compute, material.optimizer, group, few, recorder)
     raise UserError(f"split={wanted} is not there yet.")
