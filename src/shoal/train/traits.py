@@ -65,6 +65,11 @@ class ChangingBuffers:
     def __bool__(self) -> bool:
         return bool(self._buffers)
 
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The buffers themselves."""
+        return self._buffers
+
     def read(self) -> torch.Tensor:
         torch._foreach_copy_(self._parts, self._buffers)
         return self._vector.clone()

@@ -1,0 +1,243 @@
+"""From a whole model to stages: how it is called, where it is cut, and what of it this worker keeps."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from shoal.comm.group import Group
+from shoal.spec.errors import UserError
+from shoal.spec.strategy import Pipeline
+from shoal.train.compute import Compute, autocast, uncompiled
+from shoal.train.cut import Cut, Held
+from shoal.train.errors import in_user_code
+from shoal.train.evaluation import evaluating
+from shoal.train.flat import named_tensors
+from shoal.train.handover import share_facts
+from shoal.train.loss import move
+from shoal.train.saving import say
+from shoal.train.split.balance import choose_bounds, measure_parts
+from shoal.train.split.cutting import Places, find_places, given_places
+from shoal.train.split.pipeline import Chunk, Line, Pipelined
+from shoal.train.split.programs import write_down
+from shoal.train.split.schedule import CHUNKS, ideal_bubble
+from shoal.train.split.stages import Program
+from shoal.train.split.standin import CallForm, StandIn
+
+if TYPE_CHECKING:
+    from shoal.train.split.make import Material
+
+STATE_BYTES = 4
+"""Of a parameter, its gradient and the two moments of Adam, in parameters: what a stage needs at least."""
+
+
+def make_pipeline(wanted: Pipeline, material: "Material") -> tuple[Pipelined, Cut]:
+    """Cut the model into stages, the same ones everywhere, and keep only ours."""
+    compute, parts = material.compute, material.parts
+    model = uncompiled(compute.model)
+    check_settings(wanted, compute, model)
+    num_chunks = CHUNKS[wanted.schedule] * parts.size
+    batch = move(material.first, compute.device)
+    with untouched(model), autocast(compute.settings.precision, compute.device):
+        args, kwargs = capture_call(compute, model, batch, material.rank())
+        programs = write_programs(model, args, kwargs, num_chunks, wanted.cuts or ())
+        places = find_places(programs[0], model, compute.buffers.tensors)
+        form = CallForm(args, kwargs)
+        if wanted.cuts is not None:
+            bounds = given_places(places, wanted.cuts, num_chunks, len(programs[0].nodes))
+            report: dict[str, Any] = {}
+        else:
+            places.check_enough(num_chunks)
+            bounds, report = agree_on_bounds(
+                programs[0], places, form.tensors(args, kwargs), num_chunks, compute, material.group
+            )
+    names = [places.name_at(at) for at in bounds[1:-1]]
+    chunks = make_chunks(programs, bounds, names, parts)
+    owners = owners_of(programs[0], bounds, parts.size, [*model.parameters(), *compute.buffers.tensors])
+    check_alike(programs, names, owners, parts.size)
+    cut = keep_ours(model, owners, parts)
+    line = Line(parts=parts, schedule=wanted.schedule, chunks=chunks, num_chunks=num_chunks, form=form)
+    tell(wanted, material, names, num_chunks, report)
+    return Pipelined(compute, line, material.rank, material.reach), cut
+
+
+def check_settings(wanted: Pipeline, compute: Compute, model: nn.Module) -> None:
+    """Refuse what cannot be computed stage by stage."""
+    settings = compute.settings
+    if settings.compile:
+        raise UserError(
+            "compile=True does not work with a pipeline.",
+            why="torch.compile compiles the model as a whole, and no worker has the whole model",
+            hint="leave compile= out, or compile layers yourself: `model.layers[0].compile()`",
+        )
+    if settings.exact and settings.max_norm is not None:
+        raise UserError(
+            "exact=True does not work with max_norm= in a pipeline.",
+            why="the norm is added up stage by stage, so its last bits would depend on where the model is cut",
+            hint="leave max_norm= out, or exact=True",
+        )
+    if settings.exact and wanted.schedule == "interleaved":
+        raise UserError(
+            "exact=True does not work with the interleaved schedule.",
+            why="gradients of a worker's two chunks come in turns, and would be added up in another order",
+            hint='use schedule="1f1b"',
+        )
+    if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks:
+        raise UserError(
+            f"The model ({type(model).__name__}) has hooks on itself.",
+            why="in a pipeline no worker calls the whole model, so they would not be called",
+            hint="put hooks on its layers instead",
+        )
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Inside, forwards and backwards may be tried: buffers, gradients and random numbers are as before afterwards."""
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in kept:
+                    buffer.copy_(value)
+            for parameter in model.parameters():
+                parameter.grad = None
+
+
+def capture_call(
+    compute: Compute, model: nn.Module, batch: Any, rank: int
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """What the loss gives to the model, on the first samples; it must call it once."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def act(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        return model(*args, **kwargs)
+
+    stand_in = StandIn(model, act)
+    with (
+        torch.no_grad(),
+        in_user_code(rank, 0, batch, "loss(model, batch), tried on the first samples", compute.loss),
+    ):
+        compute.loss(cast(nn.Module, stand_in), batch)
+        stand_in.check_called()
+    return calls[0]
+
+
+def write_programs(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], num_chunks: int, cuts: Sequence[str]
+) -> tuple[Program, Program]:
+    """The forward in training, and in evaluation: a model's code may ask in which it is."""
+    train = write_down(model, args, kwargs, num_chunks, cuts)
+    with evaluating(model):
+        return train, write_down(model, args, kwargs, num_chunks, cuts)
+
+
+def agree_on_bounds(
+    program: Program, places: Places, inputs: Sequence[torch.Tensor], num_chunks: int, compute: Compute, group: Group
+) -> tuple[list[int], dict[str, Any]]:
+    """Measure on rank 0, and cut everywhere where that says."""
+    facts: dict[str, Any] | None = None
+    if group.rank == 0:
+        every = [0, *places.allowed, len(program.nodes)]
+        seconds = measure_parts(program, every, inputs, lambda: autocast(compute.settings.precision, compute.device))
+        num_bytes = [
+            STATE_BYTES * places.num_bytes(start, stop) for start, stop in zip(every, every[1:], strict=False)
+        ]
+        chosen = choose_bounds(seconds, num_bytes, num_chunks)
+        spans = list(zip(chosen, chosen[1:], strict=False))
+        facts = {
+            "bounds": [every[index] for index in chosen],
+            "ms": [round(1e3 * sum(seconds[start:stop]), 3) for start, stop in spans],
+            "mib": [round(sum(num_bytes[start:stop]) / 2**20, 3) for start, stop in spans],
+        }
+    told = share_facts(group, facts, 0)
+    return told.pop("bounds"), told
+
+
+def make_chunks(
+    programs: tuple[Program, Program], bounds: Sequence[int], names: Sequence[str], parts: Group
+) -> dict[int, Chunk]:
+    train, evaluate = programs
+    other = evaluate_bounds(evaluate, names)
+    return {
+        index: Chunk(
+            index=index,
+            train=train.extract(bounds[index], bounds[index + 1]),
+            evaluate=evaluate.extract(other[index], other[index + 1]),
+            train_root=train.root,
+            evaluate_root=evaluate.root,
+        )
+        for index in range(parts.rank, len(bounds) - 1, parts.size)
+    }
+
+
+def evaluate_bounds(program: Program, names: Sequence[str]) -> list[int]:
+    """The same cuts in the forward of evaluation."""
+    found = {layer.name: layer.at for layer in program.layers}
+    missing = [name for name in names if name not in found]
+    bounds = [0, *(found.get(name, 0) for name in names), len(program.nodes)]
+    if missing or bounds != sorted(bounds):
+        raise UserError(
+            f"The model takes another way in evaluation: {(missing or names)[0]} is not called there in the same place.",
+            why="a pipeline has the same stages in training and in evaluation",
+            hint="choose other cuts with `shoal.pipeline(2, cuts=(...))`",
+        )
+    return bounds
+
+
+def owners_of(program: Program, bounds: Sequence[int], size: int, values: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Of every such value, by identity, the worker whose chunk reads it; what nobody reads is the first's."""
+    chunk_of = {
+        key: next(index for index in range(len(bounds) - 1) if first < bounds[index + 1])
+        for key, (_, first, _) in program.spans().items()
+    }
+    return {id(value): chunk_of.get(id(value), 0) % size for value in values}
+
+
+def check_alike(
+    programs: tuple[Program, Program], names: Sequence[str], owners: Mapping[int, int], size: int
+) -> None:
+    """What a stage reads in evaluation must be what it has in training."""
+    bounds = evaluate_bounds(programs[1], names)
+    for key, (name, first, last) in programs[1].spans().items():
+        workers = {next(i for i in range(len(bounds) - 1) if at < bounds[i + 1]) % size for at in (first, last)}
+        if key in owners and workers != {owners[key]}:
+            raise UserError(
+                f"{name} is read by another stage in evaluation than in training.",
+                why="a stage has the parameters of its own layers only",
+                hint="choose other cuts with `shoal.pipeline(2, cuts=(...))`",
+            )
+
+
+def keep_ours(model: nn.Module, owners: Mapping[int, int], parts: Group) -> Cut:
+    """Let go of other stages' parameters. Buffers are small and stay; those that change are their stage's."""
+    held: dict[str, Sequence[Held]] = {
+        name: [... if part == owners[id(value)] else None for part in range(parts.size)]
+        for name, value in named_tensors(model)
+        if id(value) in owners
+    }
+    for parameter in model.parameters():
+        if owners[id(parameter)] != parts.rank:
+            parameter.data = parameter.data.new_empty(0)
+    return Cut(held=held)
+
+
+def tell(
+    wanted: Pipeline, material: "Material", names: Sequence[str], num_chunks: int, report: Mapping[str, Any]
+) -> None:
+    """Show where the model was cut."""
+    if material.rank() != 0:
+        return
+    data = {"split": str(wanted), "cuts": list(names), "chunks": num_chunks, **report}
+    data["ideal_bubble"] = ideal_bubble(wanted.schedule, wanted.size, wanted.num_microbatches)
+    material.recorder.event("pipeline", None, **data)
+    starts = ["the first layer", *names]
+    shown = [
+        f"{start} ({report['ms'][index]:.3g} ms, {report['mib'][index]:.3g} MiB)" if report else start
+        for index, start in enumerate(starts)
+    ]
+    say(f"shoal: pipeline of {num_chunks} stages beginning with {', '.join(shown)}", 0)
