@@ -134,6 +134,11 @@ class ChunkedOptimizer:
         raise AssertionError("all state has its place already")
 
     @property
+    def is_fresh(self) -> bool:
+        """Whether the optimizer has made no state yet: it does in its first step."""
+        return not self.optimizer.state
+
+    @property
     def state_names(self) -> Sequence[str]:
         """The per-element tensors that have a flat buffer."""
         return tuple(self._state)
@@ -150,14 +155,18 @@ class ChunkedOptimizer:
         )
 
     def adopt_state(self, name: str, flat: torch.Tensor) -> None:
-        """Let the state called `name` live in `flat` from now on, with the values it has."""
+        """Let the state called `name` live in `flat` from now on; `settle` moves there what there is of it."""
         self._state[name] = flat
-        for chunk, place in self._places():
-            kept = self.optimizer.state[chunk]
-            view = flat[place.start : place.stop]
-            if name in kept:
-                view.copy_(kept[name])
-                kept[name] = view
+
+    def settle(self, numbers: range) -> None:
+        """Let what the optimizer has just made for these of the owned chunks live where it belongs."""
+        for number in numbers:
+            place, kept = self._owned[number], self.optimizer.state[self._chunks[number]]
+            for name, flat in self._state.items():
+                if name in kept:
+                    view = flat[place.start : place.stop]
+                    view.copy_(kept[name])
+                    kept[name] = view
 
     def release(self) -> None:
         """Give the optimizer the parameters back that it was made with."""

@@ -231,9 +231,10 @@ class Course:
         return True
 
     def agree(self) -> None:
-        """Let all workers have the same parameters, where each trains by itself for a while."""
+        """Let all workers have the same parameters, and all of them, where each has its own or a part for a while."""
         if self._team.sync is not None:
             self._team.sync.agree()
+            self._team.sync.replica.assemble()
 
     # From one run to the next.
 

@@ -44,6 +44,10 @@ class FlatLayout:
         # Rank 0 owns a chunk even where there are fewer chunks than ranks.
         return self.chunks[-(-num * rank // size) : -(-num * (rank + 1) // size)]
 
+    def dealt(self, rank: int, size: int) -> tuple[Chunk, ...]:
+        """Another way to own chunks: one by one in turn, so that each rank has its part of any stretch of them."""
+        return self.chunks[rank::size]
+
 
 def plan_layout(groups: Sequence[Sequence[tuple[str, int]]]) -> FlatLayout:
     """Lay out (name, size) pairs, given per parameter group in forward order, last layers first."""

@@ -18,7 +18,10 @@ class Gradients:
     `nodes` says which.
 
     `on_ready(elements)` is called while the last piece's backward goes on: everything before that offset is final.
+    `stalled` is how many seconds of the step it has waited for other workers: never, here.
     """
+
+    stalled = 0.0
 
     def __init__(
         self,

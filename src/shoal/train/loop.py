@@ -322,7 +322,8 @@ class Trainer:
                 standing=lambda: self._standing(plan.step),
             )
         )
-        self._course.compute_seconds = time.perf_counter() - started
+        # Waiting for others while backward goes on says nothing about how fast this worker is.
+        self._course.compute_seconds = time.perf_counter() - started - sync.gradients.stalled
         self._reach("backward")
         if self._course.is_first:
             setup.check_unused(self._team.group, sync, self.settings.unused)

@@ -18,7 +18,8 @@ class Replica:
     """Parameters in a flat buffer, and the update of the part of it that this worker owns.
 
     With a shared `allocate` all workers of a host see the same values and each owns a part; with a private one
-    every worker owns everything. `is_source` marks the worker whose initial values count.
+    every worker owns everything. `is_source` marks the worker whose initial values count, `is_dealt` that chunks are
+    owned in turn and not in runs.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class Replica:
         owner: tuple[int, int],
         is_source: bool,
         ema_decay: float | None,
+        is_dealt: bool = False,
     ) -> None:
         self.flat = FlatModel(model, optimizer, allocate)
         self.flat.place(is_source=is_source)
@@ -37,7 +39,8 @@ class Replica:
         self._is_source = is_source
         self._decay = ema_decay
         self.counted: list[dict[str, float]] = []
-        self.owned: Sequence[Chunk] = self.flat.layout.owned(*owner)
+        layout = self.flat.layout
+        self.owned: Sequence[Chunk] = (layout.dealt if is_dealt else layout.owned)(*owner)
         self.average = allocate(self.flat.layout.total, self.flat.dtype) if ema_decay is not None else None
         if self.average is not None and is_source:
             self.average.copy_(self.flat.values)
@@ -51,9 +54,20 @@ class Replica:
 
     def update(self) -> None:
         """Apply `gradient` to the owned part."""
-        self.optimizer.step()
+        if isinstance(self.optimizer, ChunkedOptimizer) and self.optimizer.is_fresh:
+            self._update_first(self.optimizer)
+        else:
+            self.optimizer.step()
         self._follow(self.owned)
-        self._adopt()
+
+    def _update_first(self, optimizer: ChunkedOptimizer) -> None:
+        """The optimizer makes its state now: a few chunks at a time, so that it never exists twice."""
+        with optimizer.in_batches() as step_some:
+            for start in range(0, max(1, len(self.owned)), BATCH_CHUNKS):
+                numbers = range(start, min(start + BATCH_CHUNKS, len(self.owned)))
+                step_some(numbers)
+                self._adopt()
+                optimizer.settle(numbers)
 
     def update_with(self, undo: Undo, turn: int) -> None:
         """`update`, so that another worker can complete it, should this one die on the way."""
@@ -142,3 +156,6 @@ class Replica:
         """Let the model see the moving average, or its parameters again. Nothing is copied."""
         if self.average is not None:
             self.flat.point_to(self.average if is_average else self.flat.values)
+
+    def assemble(self) -> None:
+        """The model always has all its parameters."""

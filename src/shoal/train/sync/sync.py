@@ -1,13 +1,13 @@
 """How the copies of a model agree: the protocol, and what travels with a step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from shoal.train.gradients import Gradients
-from shoal.train.replica import Replica
+from shoal.train.flat import FlatModel
+from shoal.train.tree import Node
 
 if TYPE_CHECKING:
     from shoal.train.sync.table import NotFinite
@@ -68,6 +68,50 @@ class Outcome:
     waited_for: int | None
 
 
+class Collector(Protocol):
+    """Takes gradients from backward as they come. `unused` are the parameters that none has reached yet, by number.
+
+    `stalled` is how many seconds of the step it has waited for other workers.
+    """
+
+    unused: set[int]
+    stalled: float
+
+    def open(self, node: Node, *, is_last: bool) -> None:
+        """The next backward belongs to the shards of `node`."""
+        ...
+
+    def close(self) -> None:
+        """Backward is over: what it did not reach counts as zero."""
+        ...
+
+
+class Held(Protocol):
+    """What a worker holds of all that is trained: see `Replica`."""
+
+    flat: FlatModel
+
+    def tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """All state that must survive, of what is held here, by name."""
+        ...
+
+    def scalars(self) -> list[dict[str, float]]:
+        """What the optimizer counts, per parameter group."""
+        ...
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], scalars: Sequence[Mapping[str, float]]) -> None:
+        """Put back whole tensors. All members do this and meet before they go on."""
+        ...
+
+    def show(self, *, is_average: bool) -> None:
+        """Let the model see the moving average, or its parameters again. All members call it together."""
+        ...
+
+    def assemble(self) -> None:
+        """Let the model have all its parameters until the next step. All members call it together."""
+        ...
+
+
 class Sync(Protocol):
     """Turns gradients of parts of a batch into one update of the whole.
 
@@ -76,9 +120,12 @@ class Sync(Protocol):
     themselves for a while, they have them after `agree`. `is_round_over`: a good moment for it.
     """
 
-    gradients: Gradients
-    replica: Replica
     is_round_over: bool
+
+    @property
+    def gradients(self) -> Collector: ...
+    @property
+    def replica(self) -> Held: ...
 
     def begin(self, num_shards: int, assignment: Sequence[range]) -> None:
         """Start a step of `num_shards` shards; `assignment` says which of them each rank has."""

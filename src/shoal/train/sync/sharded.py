@@ -1,0 +1,67 @@
+"""Which way to shard: by what is to be divided, and by what connects the workers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.comm.group import Group
+from shoal.comm.shm import ShmGroup
+from shoal.spec.errors import UserError
+from shoal.spec.strategy import Sharded
+from shoal.train.chunked import ELEMENTWISE, is_elementwise
+from shoal.train.sync.across import Across
+from shoal.train.sync.sharded_host import HostShardedSync
+from shoal.train.sync.shared import SharedMemorySync
+from shoal.train.sync.sync import Sync
+
+
+def make_sharded(
+    wanted: Sharded,
+    group: Group,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    across: Across | None,
+    keywords: Mapping[str, Any],
+) -> Sync:
+    """The sync for a level of sharding. Raises UserError for what cannot be divided.
+
+    On one host `SharedMemorySync` is the answer for "optimizer": all workers see one set of parameters and optimizer
+    state anyhow, and each updates its part of it.
+    """
+    check_sharded(wanted, optimizer, is_elastic=keywords["is_elastic"])
+    if isinstance(group, ShmGroup) and across is None:
+        if wanted.level == "optimizer":
+            return SharedMemorySync(group, model, optimizer, **keywords)
+        _check_not_exact(wanted, keywords["exact"], "sync=shoal.sharded('optimizer')")
+        left_out = ("exact", "is_elastic")
+        kept = {name: value for name, value in keywords.items() if name not in left_out}
+        return HostShardedSync(group, model, optimizer, **kept)
+    raise UserError("not yet")
+
+
+def check_sharded(wanted: Sharded, optimizer: torch.optim.Optimizer, *, is_elastic: bool) -> None:
+    """Raise UserError for an optimizer whose update of an element looks at others."""
+    if not is_elementwise(optimizer):
+        fitting = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        raise UserError(
+            f"{type(optimizer).__name__} cannot be sharded.",
+            why=f"sync={wanted} cuts tensors anywhere, and this optimizer may look at whole ones",
+            hint=f"use one of torch.optim's {fitting}; or sync=shoal.all_reduce()",
+        )
+    if is_elastic:
+        raise UserError(
+            f"sync={wanted} needs a fixed number of workers.",
+            why="each holds a part of the state that nobody else has, and it would be lost with its worker",
+            hint="start with one number, such as `-n 4`, or use sync=shoal.all_reduce()",
+        )
+
+
+def _check_not_exact(wanted: Sharded, exact: bool, instead: str) -> None:
+    if exact:
+        raise UserError(
+            f"exact=True and sync={wanted} do not go together.",
+            why="exact sums need the gradients of several shards at once, which is what this sharding does away with",
+            hint=f"use {instead}, or leave exact=True out",
+        )
