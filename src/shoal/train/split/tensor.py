@@ -64,7 +64,10 @@ def _slice(model: nn.Module, plan: Plan, parts: Parts) -> Cut:
         held[key] = list(_slices(layout, value.shape[layout.dim], parts.num_parts))
     for value in {id(value): value for value in tensors.values()}.values():
         layout = layouts[id(value)]
-        value.data = slice_of(layout, value.shape[layout.dim], parts).of(value.detach()).clone()
+        mine = slice_of(layout, value.shape[layout.dim], parts).of(value.detach()).clone()
+        # A graph that someone still has knows the old shape of the gradient; autograd forgets that with the type.
+        value.data = mine.new_empty(0, dtype=torch.float64 if mine.dtype != torch.float64 else torch.float32)
+        value.data = mine
     return Cut(held=held)
 
 

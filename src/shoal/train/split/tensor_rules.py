@@ -27,7 +27,7 @@ def apply(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return rule(func, args, kwargs, portions)
     except Stuck as stuck:
         _check_not_in_place(name, stuck)
-        why = stuck
+        why = stuck.with_traceback(None)  # which would keep all that is in sight
     wholes = {id(each): region.gather(each, why) for each in portions}
     return func(*_replace(args, wholes), **_replace(dict(kwargs), wholes))
 
