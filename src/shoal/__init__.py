@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shoal.run import launch
     from shoal.task_run import map
     from shoal.train.loop import Trainer
+    from shoal.train.own_group import group
 
 __all__ = [
     "BugError",
@@ -36,6 +37,7 @@ __all__ = [
     "__version__",
     "all_reduce",
     "diloco",
+    "group",
     "launch",
     "local",
     "map",
@@ -44,7 +46,12 @@ __all__ = [
     "tensor",
 ]
 
-_LAZY = {"Trainer": "shoal.train.loop", "launch": "shoal.run", "map": "shoal.task_run"}
+_LAZY = {
+    "Trainer": "shoal.train.loop",
+    "group": "shoal.train.own_group",
+    "launch": "shoal.run",
+    "map": "shoal.task_run",
+}
 
 
 def __getattr__(name: str) -> Any:

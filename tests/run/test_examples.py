@@ -27,6 +27,9 @@ COMMANDS = {
     "09_everyday": TWO,
     "10_files": PYTHON,
     "11_faults": PYTHON,
+    "12_map": PYTHON,
+    "13_matrix_multiplication": TWO,
+    "14_constrained_optimisation": TWO,
 }
 """How each is run here. Starting torch takes most of the time, so most run in one process."""
 
@@ -82,6 +85,9 @@ PROMISES = {
     "08_plain_ddp": r"\[1\] rank 1, epoch 2: loss 0\.\d",
     "09_everyday": r"averaged weights: +9\d\.\d % right",
     "10_files": r"rent .*: 0\.1\d, 0\.[45]\d, 0\.[12]\d",
+    "12_map": r"each once: True\nthe hundredth prime is below 542\nItem 13: ValueError: unlucky",
+    "13_matrix_multiplication": r"720 x 720 in 2 blocks of 720 x 360: largest difference to one process \d\.\de",
+    "14_constrained_optimisation": r"2 workers, \d+ rounds(.|\n)*KKT residual \d\.\de-(08|09|1\d), sum 1\.000000",
     "11_faults": r"kill of rank 1(.|\n)*in peace: +(\w+), exit code 0\nwith faults: \2, exit code 0",
 }
 """What the output must match. Digests of 04 and 05 are compared below."""

@@ -20,6 +20,7 @@ NAMES = [
     "__version__",
     "all_reduce",
     "diloco",
+    "group",
     "launch",
     "local",
     "map",
@@ -133,6 +134,10 @@ def test_the_attributes_of_a_trainer(run_dir):
 
 def test_launch():
     assert signature_of(shoal.launch) == LAUNCH
+
+
+def test_group():
+    assert signature_of(shoal.group) == "ranks=None, *, transport='auto', timeout_seconds=300.0"
 
 
 def test_map():

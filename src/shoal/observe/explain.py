@@ -20,7 +20,7 @@ from shoal.spec.event import Event
 # Kinds that other parts of an explanation tell.
 _TOLD_ELSEWHERE = frozenset(
     {"progress", "settings", "error", "run_started", "worker_started", "worker_exited", "run_ended"}
-    | {"world", "worker_lost", "worker_joined"}
+    | {"world", "worker_lost", "worker_joined", "items_done"}
 )
 MAX_NOTES = 12
 
@@ -65,7 +65,7 @@ class Explanation:
 
     `history` is None where the run is not elastic. `exits` holds the exit code of each rank that reported one,
     `log_bytes` the size of each rank's log, and `num_damaged` counts lines of journal and metrics that could not be
-    read.
+    read. `items` is how far a map came: done, total (None: not known), per_second, retries.
     """
 
     run: RunInfo
@@ -79,6 +79,7 @@ class Explanation:
     exits: Mapping[int, int]
     log_bytes: Mapping[int, int]
     num_damaged: int = 0
+    items: Mapping[str, Any] | None = None
 
     def text(self, width: int = 80, *, is_ascii: bool = False) -> str:
         """The explanation as people read it, no line longer than `width` columns."""
@@ -120,6 +121,7 @@ def explain(run_dir: str) -> Explanation:
         exits=find_exits(events),
         log_bytes=list_logs(run_dir),
         num_damaged=len(damaged) + reader.num_damaged,
+        items=find_items(events),
     )
 
 
@@ -132,6 +134,12 @@ def _seconds(run: RunInfo, events: Sequence[Event]) -> float | None:
         return time.time() - run.created
     # Lost: all that is known is how long it was heard of.
     return max(event.time for event in events) - run.created if events else None
+
+
+def find_items(events: Iterable[Event]) -> Mapping[str, Any] | None:
+    """How many items of a map were done, and how fast; None for other runs."""
+    told = [event.data for event in events if event.kind == "items_done"]
+    return told[-1] if told else None
 
 
 def find_settings(events: Iterable[Event]) -> tuple[Setting, ...]:

@@ -22,7 +22,8 @@ _TITLES = ("RUN", "STATUS", "WORKERS", "TIME", "STEP", "LOSS", "COMMAND")
 class Row:
     """One run as it is listed. `step` is how many steps are done, `loss` the newest; None where unknown.
 
-    `members` are those of the newest World of an elastic run, as WORKER.INCARNATION.
+    `members` are those of the newest World of an elastic run, as WORKER.INCARNATION. `items` is how many items of a
+    map are done, and of how many (None: not known).
     """
 
     run: RunInfo
@@ -30,6 +31,7 @@ class Row:
     step: int | None
     loss: float | None
     members: tuple[str, ...] | None = None
+    items: tuple[int, int | None] | None = None
 
 
 def list_rows(home: str, now: float) -> list[Row]:
@@ -48,6 +50,7 @@ def _row(run: RunInfo, now: float) -> Row:
         step=step,
         loss=loss,
         members=newest_members(run.path) if is_elastic else None,
+        items=newest_items(run.path) if run.command.startswith("shoal.map ") else None,
     )
 
 
@@ -72,13 +75,29 @@ def _last_step(run_dir: str, worker: int) -> tuple[float, int | None, float | No
     return _NO_STEP
 
 
-def newest_members(run_dir: str, num_lines: int = 200) -> tuple[str, ...] | None:
+def newest_members(run_dir: str) -> tuple[str, ...] | None:
     """Who is in the newest World that the end of the journal tells of; None where it tells of none."""
+    data = _newest(run_dir, "world")
+    members = data.get("members") if data is not None else None
+    return tuple(map(str, members)) if isinstance(members, list) else None
+
+
+def newest_items(run_dir: str) -> tuple[int, int | None] | None:
+    """Items of a map that are done, and of how many; None where the journal does not tell."""
+    data = _newest(run_dir, "items_done") or {}
+    done, total = data.get("done"), data.get("total")
+    return (done, total if isinstance(total, int) else None) if isinstance(done, int) else None
+
+
+def _newest(run_dir: str, kind: str, num_lines: int = 200) -> dict[str, Any] | None:
+    """The data of the newest event of that kind near the end of the journal."""
     lines, _ = last_lines(os.path.join(run_dir, "journal.jsonl"), num_lines)
     for line in reversed(lines.split(b"\n")):
-        if b'"world"' in line:
+        if f'"{kind}"'.encode() in line:
             with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-                return tuple(str(member) for member in json.loads(line)["data"]["members"])
+                event = json.loads(line)
+                if event["kind"] == kind:
+                    return dict(event["data"])
     return None
 
 
@@ -98,10 +117,16 @@ def _cells(row: Row) -> tuple[str, ...]:
         clean(run.status) + (f" ({run.exit_code})" if run.exit_code else ""),
         _workers(run),
         "" if row.seconds is None else duration(row.seconds),
-        "" if row.step is None else str(row.step),
+        _steps(row),
         "" if row.loss is None else number(row.loss),
         clean(run.command),
     )
+
+
+def _steps(row: Row) -> str:
+    if row.items is not None:
+        return f"{row.items[0]}/{row.items[1]}" if row.items[1] is not None else str(row.items[0])
+    return "" if row.step is None else str(row.step)
 
 
 def _workers(run: RunInfo) -> str:
@@ -121,7 +146,14 @@ def _plain(row: Row) -> dict[str, Any]:
     loss = row.loss if row.loss is None or row.loss - row.loss == 0 else str(row.loss)
     facts = asdict(row.run)
     del facts["facts"]
-    return {**facts, "seconds": row.seconds, "step": row.step, "loss": loss, "members": row.members}
+    return {
+        **facts,
+        "seconds": row.seconds,
+        "step": row.step,
+        "loss": loss,
+        "members": row.members,
+        "items": row.items,
+    }
 
 
 def print_runs(home: str, stream: TextIO, *, as_json: bool, show_all: bool, width: int) -> int:

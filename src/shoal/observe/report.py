@@ -1,10 +1,10 @@
 """An explanation as text. Pure: everything is already known."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from signal import Signals
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.observe.breakdown import Breakdown, Shares, median
 from shoal.observe.clean import clean, fit
@@ -60,10 +60,19 @@ def _head(explanation: "Explanation", width: int) -> Iterator[str]:
     yield f"  started {started}" + (f" on {clean(run.host)}" if run.host else "")
     if run.command:
         yield fit(f"  $ {clean(run.command)}", width)
+    if explanation.items is not None:
+        yield f"  {_items(explanation.items)}"
     codes = {code for code in explanation.exits.values() if code}
     for code in sorted(codes):
         ranks = name_ranks(rank for rank, its in explanation.exits.items() if its == code)
         yield f"  rank {ranks}: {_ending(code)}"
+
+
+def _items(items: Mapping[str, Any]) -> str:
+    total, retries = items.get("total"), items.get("retries")
+    text = f"{items.get('done')} of {total if total is not None else 'unknown'} items done"
+    text += f", {count(float(items.get('per_second') or 0.0))} a second"
+    return text + (f"; {retries} tried again" if retries else "")
 
 
 def _ending(code: int) -> str:
@@ -171,7 +180,7 @@ def _findings(findings: Iterable[Finding], width: int) -> Iterator[str]:
 def _notes(explanation: "Explanation", width: int) -> Iterator[str]:
     for note in explanation.notes:
         yield from _wrapped(_note(note), width - 2, "  ")
-    if not explanation.breakdown:
+    if not explanation.breakdown and explanation.items is None:
         yield from _wrapped("no steps were recorded: scripts that use `shoal.Trainer` record theirs", width - 2, "  ")
     if explanation.num_damaged:
         yield f"{explanation.num_damaged} damaged lines in journal and metrics were passed over"

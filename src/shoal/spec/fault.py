@@ -37,7 +37,7 @@ class Fault:
     """One fault. It strikes once in a run, also when its worker is replaced or the run is resumed.
 
     It strikes the worker `rank`, in `step` (they count from zero) or at the first point it reaches `after_seconds` of
-    the run. `incarnation` 0 is the first process of that rank, 1 its replacement. None is whoever has the rank: then
+    the run. In a map, `step` is the number of an item, and with `rank` None it strikes whoever has that item. `incarnation` 0 is the first process of that rank, 1 its replacement. None is whoever has the rank: then
     a fault whose step has passed while nobody was there strikes as soon as somebody is.
 
     `seconds` is how long it lasts; None is until somebody ends it. `steps` is over how many steps in a row. Raises
@@ -45,7 +45,7 @@ class Fault:
     """
 
     kind: str
-    rank: int
+    rank: int | None
     step: int | None = None
     after_seconds: float | None = None
     incarnation: int | None = 0
@@ -64,6 +64,10 @@ class Fault:
                 f"A {self.kind} of rank {self.rank} needs a step or after_seconds, and not both.",
                 hint="give `step=3` for the fourth step, or `after_seconds=2.5` for a time in the run",
             )
+        if self.rank is None and self.step is None:
+            raise UserError(
+                f"A {self.kind} does not say whom it strikes.", hint="give a `rank`, or the `item` of a map"
+            )
         if self.kind == "slow" and self.seconds is None:
             raise UserError("slow does not say how slow.", hint="give the seconds that each step takes longer")
 
@@ -75,6 +79,8 @@ class Fault:
     def __str__(self) -> str:
         when = f"step {self.step}" if self.step is not None else f"{self.after_seconds:g} s"
         where = f" at {self.at}" if self.at != "start" else ""
+        if self.rank is None:
+            return f"{self.kind} of whoever has item {self.step}{where}"
         return f"{self.kind} of rank {self.rank} in {when}{where}"
 
 
@@ -97,7 +103,7 @@ def _check_words(fault: Fault) -> None:
 def _check_numbers(fault: Fault) -> None:
     for name, least in (("rank", 0), ("step", 0), ("incarnation", 0), ("steps", 1)):
         value = getattr(fault, name)
-        if value is None and name in ("step", "incarnation"):
+        if value is None and name in ("rank", "step", "incarnation"):
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise UserError(f"{name} of a {fault.kind} is {value!r}.", hint=f"give a whole number, {least} or more")

@@ -47,12 +47,12 @@ class Faults:
     """A list of faults that never changes: each call returns a longer one.
 
     `rank` is the number of a worker, `step` counts from zero, `at` is a point of a step (`POINTS`). See `Fault` for
-    `incarnation` and `after_seconds`, which every call takes.
+    `incarnation` and `after_seconds`, which every call takes. In a map, `item=5` strikes whoever has that item.
     """
 
     faults: tuple[Fault, ...] = ()
 
-    def kill(self, rank: int, step: int | None = None, *, at: str = "start", **when: Any) -> Self:
+    def kill(self, rank: int | None = None, step: int | None = None, *, at: str = "start", **when: Any) -> Self:
         """End a worker as `kill -9` does."""
         return self._with(kind="kill", rank=rank, step=step, at=at, **when)
 
@@ -61,20 +61,32 @@ class Faults:
         return self._with(kind="kill_launcher", rank=rank, step=step, at=at, **when)
 
     def freeze(
-        self, rank: int, step: int | None = None, seconds: float | None = None, *, at: str = "start", **when: Any
+        self,
+        rank: int | None = None,
+        step: int | None = None,
+        seconds: float | None = None,
+        *,
+        at: str = "start",
+        **when: Any,
     ) -> Self:
         """Stop a worker with all its threads (SIGSTOP), for so long, or until it is killed."""
         return self._with(kind="freeze", rank=rank, step=step, seconds=seconds, at=at, **when)
 
     def hang(
-        self, rank: int, step: int | None = None, seconds: float | None = None, *, at: str = "start", **when: Any
+        self,
+        rank: int | None = None,
+        step: int | None = None,
+        seconds: float | None = None,
+        *,
+        at: str = "start",
+        **when: Any,
     ) -> Self:
         """Let a worker wait for nothing, as in a deadlock: its other threads live on and send beats."""
         return self._with(kind="hang", rank=rank, step=step, seconds=seconds, at=at, **when)
 
     def slow(
         self,
-        rank: int,
+        rank: int | None = None,
         step: int | None = None,
         seconds: float = 0.2,
         steps: int = 1,
@@ -87,7 +99,7 @@ class Faults:
 
     def fail(
         self,
-        rank: int,
+        rank: int | None = None,
         step: int | None = None,
         error: str = "a fault was asked for",
         *,
@@ -221,7 +233,13 @@ class Faults:
     def __iter__(self) -> Iterator[Fault]:
         return iter(self.faults)
 
-    def _with(self, **facts: Any) -> Self:
+    def _with(self, item: int | None = None, **facts: Any) -> Self:
+        if item is not None:
+            facts["step"] = item
+        elif facts["rank"] is None:
+            raise UserError(
+                f"A {facts['kind']} does not say whom it strikes.", hint="give a `rank`, or the `item` of a map"
+            )
         try:
             return type(self)((*self.faults, Fault(**facts)))
         except TypeError as error:

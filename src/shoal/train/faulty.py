@@ -55,7 +55,7 @@ def _mine(faults: Sequence[Fault], rank: int, incarnation: int) -> dict[int, Fau
     return {
         number: fault
         for number, fault in enumerate(faults)
-        if fault.rank == rank and fault.incarnation in (None, incarnation)
+        if fault.rank is None or (fault.rank == rank and fault.incarnation in (None, incarnation))
     }
 
 
