@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ def measure_parts(
     """Seconds of a forward and backward between each two bounds, on these inputs of the model."""
     seconds = []
     received: tuple[Any, ...] = ()
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         stage = program.extract(start, stop)
         best = float("inf")
         for _ in range(1 + REPEATS):
@@ -63,7 +64,7 @@ def _map(values: tuple[Any, ...], change: Callable[[torch.Tensor], torch.Tensor]
 def choose_bounds(seconds: Sequence[float], num_bytes: Sequence[int], num_stages: int) -> list[int]:
     """The part that each stage begins with, and the number of parts last."""
     best = _divide(seconds, num_stages, [0] * len(seconds), float("inf"))[0]
-    longest = max(sum(seconds[start:stop]) for start, stop in zip(best, best[1:], strict=False))
+    longest = max(sum(seconds[start:stop]) for start, stop in pairwise(best))
     return _divide(num_bytes, num_stages, seconds, longest * TOLERANCE)[0]
 
 

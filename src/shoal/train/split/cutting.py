@@ -74,7 +74,7 @@ class Places:
         if len(cuts) != num_stages - 1:
             raise UserError(
                 f"{len(cuts)} cut(s) do not make {num_stages} stages.",
-                why="cuts= names the layers that all stages but the first begin with; interleaved has two for each worker",
+                why="cuts= names the layers that later stages begin with; interleaved has two stages for each worker",
                 hint=f"name {num_stages - 1} of: {shorten([self.name_at(at) for at in self.allowed], 12)}",
             )
         found = [self._find(name) for name in cuts]
@@ -82,7 +82,7 @@ class Places:
         if any(layer.at == self._layers[0].at for layer in found) or places != sorted(set(places)):
             raise UserError(
                 f"The cuts {', '.join(cuts)} are not in the order of the model's layers.",
-                why="stages follow each other, each with at least one layer, and the first begins with the first layer",
+                why="each stage has at least one layer, and the first begins with the first",
                 hint=f"the order is {shorten([layer.name for layer in self._layers], 12)}",
             )
         refused = [layer for layer in found if layer.at not in self.allowed]

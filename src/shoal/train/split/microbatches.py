@@ -18,9 +18,9 @@ def largest_piece(settings: Settings, ledger: Ledger, num_copies: int, *, is_mer
     share = settings.batch_size // num_copies
     if wanted.microbatches is not None and share < wanted.microbatches:
         raise UserError(
-            f"{settings.batch_size} samples cannot be {wanted.microbatches} micro-batches in each of {num_copies} copies.",
+            f"{share} samples of each copy are too few for {wanted.microbatches} micro-batches.",
             why="a micro-batch has at least one sample",
-            hint=f"use microbatches={max(1, share)} or fewer, or batch_size={wanted.microbatches * num_copies} or more",
+            hint=f"use microbatches={max(1, share)}, or batch_size={wanted.microbatches * num_copies} or more",
         )
     if not is_merging:
         _check_shards(wanted, ledger.num_shards, num_copies)
@@ -32,7 +32,7 @@ def largest_piece(settings: Settings, ledger: Ledger, num_copies: int, *, is_mer
 def _check_shards(wanted: Pipeline, num_shards: int, num_copies: int) -> None:
     if wanted.microbatches is not None and num_shards // num_copies < wanted.microbatches:
         raise UserError(
-            f"{num_shards} shards cannot be {wanted.microbatches} micro-batches in each of {num_copies} copies.",
+            f"{num_shards // num_copies} shards of each copy are too few for {wanted.microbatches} micro-batches.",
             why="the model draws random numbers or changes buffers, or exact=True: then each shard is a micro-batch",
             hint=f"use shards={wanted.microbatches * num_copies}, or microbatches={max(1, num_shards // num_copies)}",
         )

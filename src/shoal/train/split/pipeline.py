@@ -209,8 +209,10 @@ class Pipelined:
     def _add_row(self, number: int, row: Row, work: Work) -> None:
         """Each chunk changes buffers of its own, from what they were at the start."""
         before = self._rows.get(number)
-        if before is not None and row.buffers is not None and before.buffers is not None:
-            row = replace(row, buffers=torch.where(row.buffers != work.at_start, row.buffers, before.buffers))
+        if before is not None and before.buffers is not None:
+            assert row.buffers is not None
+            assert work.at_start is not None
+            row = replace(row, buffers=torch.where(row.buffers.ne(work.at_start), row.buffers, before.buffers))
         self._rows[number] = row
 
     def _share_rows(self, work: Work) -> list[Row]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -144,11 +145,9 @@ def agree_on_bounds(
     if group.rank == 0:
         every = [0, *places.allowed, len(program.nodes)]
         seconds = measure_parts(program, every, inputs, lambda: autocast(compute.settings.precision, compute.device))
-        num_bytes = [
-            STATE_BYTES * places.num_bytes(start, stop) for start, stop in zip(every, every[1:], strict=False)
-        ]
+        num_bytes = [STATE_BYTES * places.num_bytes(start, stop) for start, stop in pairwise(every)]
         chosen = choose_bounds(seconds, num_bytes, num_chunks)
-        spans = list(zip(chosen, chosen[1:], strict=False))
+        spans = list(pairwise(chosen))
         facts = {
             "bounds": [every[index] for index in chosen],
             "ms": [round(1e3 * sum(seconds[start:stop]), 3) for start, stop in spans],
@@ -182,7 +181,7 @@ def evaluate_bounds(program: Program, names: Sequence[str]) -> list[int]:
     bounds = [0, *(found.get(name, 0) for name in names), len(program.nodes)]
     if missing or bounds != sorted(bounds):
         raise UserError(
-            f"The model takes another way in evaluation: {(missing or names)[0]} is not called there in the same place.",
+            f"The model takes another way in evaluation: {(missing or names)[0]} is not called in the same place.",
             why="a pipeline has the same stages in training and in evaluation",
             hint="choose other cuts with `shoal.pipeline(2, cuts=(...))`",
         )

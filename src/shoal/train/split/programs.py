@@ -1,4 +1,4 @@
-"""Writes a model's forward down in the first way that works: layer by layer, in finer layers, or as torch.export does."""
+"""Writes a model's forward down in the first way that works: in layers, in finer ones, or as torch.export does."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,8 +1,9 @@
 """In which order the workers of a pipeline take forwards and backwards. Pure functions of a few integers.
 
-A model is cut into chunks; worker `chunk % size` has it. A chunk of a micro-batch can be computed once the chunk before
-it was (forwards), or the one after it (backwards). Nothing that is handed on makes its sender wait, so any order in
-which each micro-batch goes forwards before it comes back gets through; what differs is who waits, and how much is kept.
+A model is cut into chunks; worker `chunk % size` has it. A chunk of a micro-batch can be computed once the chunk
+before it was (forwards), or the one after it (backwards). Nothing that is handed on makes its sender wait, so any
+order in which each micro-batch goes forwards before it comes back gets through; what differs is who waits, and how
+much is kept.
 """
 
 from collections.abc import Sequence

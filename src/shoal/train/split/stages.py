@@ -1,9 +1,10 @@
-"""A model's forward, written down, and cut: which layers there are, where it may be cut, and a function for each stage."""
+"""A model's forward, written down: which layers there are, what each reads, and a function for each stage."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 Stage = Callable[..., tuple[Any, ...]]
@@ -55,7 +56,7 @@ class Program:
 
     def spans(self) -> dict[int, tuple[str, int, int]]:
         """Of every parameter and buffer, by identity: its name, and the first and last call that reads it."""
-        named = dict(self._model.named_parameters(remove_duplicate=False))
+        named: dict[str, torch.Tensor] = dict(self._model.named_parameters(remove_duplicate=False))
         named |= dict(self._model.named_buffers(remove_duplicate=False))
         found: dict[int, tuple[str, int, int]] = {}
         for index, node in enumerate(self.nodes):

@@ -26,6 +26,21 @@ SHAPE_FACTS = ("size", "dim", "numel", "stride", "__len__", "is_floating_point",
 SHAPE_ATTRIBUTES = ("shape", "ndim", "dtype", "device", "requires_grad", "is_cuda", "training")
 
 
+def is_layer(root: nn.Module, module: nn.Module, name: str, *, is_fine: bool = False, within: Sequence[str]) -> bool:
+    """Whether a module is called as it is, rather than looked into.
+
+    Such are the elements of containers (unless `is_fine`), modules without others in them, and torch's own.
+    Containers are looked into, and so is whatever holds a layer named in `within`.
+    """
+    if isinstance(module, CONTAINERS) or any(other.startswith(f"{name}.") for other in within):
+        return False
+    if not is_fine and isinstance(root.get_submodule(name.rpartition(".")[0]), CONTAINERS):
+        return True
+    children = list(module.children())
+    is_torch = type(module).__module__.startswith("torch.nn.")
+    return not children or (is_torch and not any(isinstance(child, CONTAINERS) for child in children))
+
+
 class Untraceable(Exception):
     """Why a forward cannot be written down; `module` is the innermost one whose code it was."""
 
@@ -47,11 +62,11 @@ def check_same(found: Any, expected: Any) -> None:
 class Recorded(fx.Proxy):
     """A value of which the calls are written down. Its own Python value is `tracer.values[node]`."""
 
-    def __getattr__(self, k: str) -> "RecordedAttribute":  # type: ignore[override]
+    def __getattr__(self, k: str) -> "RecordedAttribute":
         return RecordedAttribute(self, k)
 
     def __iter__(self) -> Iterator[Any]:
-        return self.tracer.iter(self)  # type: ignore[no-any-return]
+        return self.tracer.iter(self)
 
     def __len__(self) -> int:
         return self.tracer.length(self)  # type: ignore[attr-defined,no-any-return]
@@ -98,17 +113,7 @@ class LayerTracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         name = module_qualified_name
-        if name in self._whole:
-            return True
-        if isinstance(m, CONTAINERS) or any(other.startswith(f"{name}.") for other in self._within):
-            return False
-        parent = self.root.get_submodule(name.rpartition(".")[0])
-        if isinstance(parent, CONTAINERS) and not self._is_fine:
-            return True
-        is_torch = type(m).__module__.startswith("torch.nn") and not any(
-            isinstance(c, CONTAINERS) for c in m.children()
-        )
-        return is_torch or not any(m.children())
+        return name in self._whole or is_layer(self.root, m, name, is_fine=self._is_fine, within=self._within)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._is_real:
@@ -210,7 +215,12 @@ class LayerTracer(fx.Tracer):
         return int(self.fix(of.size(0))) if isinstance(value, torch.Tensor) else len(value)
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        return iter([obj[index] for index in range(self.length(obj))])
+        return iter(
+            [
+                obj[index]  # type: ignore[index]
+                for index in range(self.length(obj))
+            ]
+        )
 
     def keys(self, obj: fx.Proxy) -> Any:
         return list(self.values[obj.node])
