@@ -214,7 +214,6 @@ class Trainer:
                     for batch in batches:
                         with self._team.apart(True):
                             yield batch
-                self._course.agree()
                 if self._team.is_elastic:
                     self._course.keep()  # as `fit` does
             except GeneratorExit:
