@@ -23,6 +23,7 @@ def run_quickly(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         ("data_parallel", "ms a step"),
         ("exact", "cost"),
         ("launch", "first step s"),
+        ("task_map", "sleep s"),
     ],
 )
 def test_a_benchmark_runs(

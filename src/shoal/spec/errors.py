@@ -103,7 +103,7 @@ class Retryable(ShoalError):
     """What failed may work in a new process: a worker of an elastic run that raises this is replaced.
 
     Raise it, or a class derived from it, for what comes and goes: a server that does not answer, a lost connection.
-    In a run that is not elastic it is an error like any other.
+    In `shoal.map` it is the item that is tried again. In a run that is not elastic it is an error like any other.
     """
 
     exit_code = 75
