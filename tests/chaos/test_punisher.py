@@ -95,15 +95,18 @@ def living(events: list[dict[str, Any]]) -> list[int]:
 
     Where starting takes longer than two kills are apart, nobody would ever get to a step: such a run is waited for.
     """
-    pids: dict[int, int] = {}
+    processes: dict[int, tuple[str, int]] = {}
+    members: list[str] = []
     for event in events:
         if event["kind"] == "worker_started":
-            pids[event["rank"]] = event["data"]["pid"]
+            rank, data = event["rank"], event["data"]
+            processes[rank] = f"{rank}.{data.get('incarnation', 0)}", data["pid"]
         elif event["kind"] == "worker_exited":
-            pids.pop(event["rank"], None)
-    worlds = [event["data"]["members"] for event in events if event["kind"] == "world"]
-    members = [int(member.partition(".")[0]) for member in worlds[-1]] if worlds else []
-    return list(pids.values()) if sum(member in pids for member in members) >= MIN_WORKERS else []
+            processes.pop(event["rank"], None)
+        elif event["kind"] == "world":
+            members = event["data"]["members"]
+    num_standing = sum(name in members for name, _ in processes.values())
+    return [pid for _, pid in processes.values()] if num_standing >= MIN_WORKERS else []
 
 
 def punish(launcher: "subprocess.Popen[bytes]", run_dir: Path, folder: Path) -> int:
