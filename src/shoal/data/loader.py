@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Self
 
+from shoal.data.columns import ColumnSource
 from shoal.data.ledger import Ledger, Place, StepPlan, plan_steps
 from shoal.data.loading import BackgroundLoading, HereWork, InlineLoading, Loading
 from shoal.data.processes import ProcessWork
@@ -98,10 +99,15 @@ def load_steps(
     max_piece: int | None = None,
     stop_step: int | None = None,
     stop_epoch: int | None = None,
-    depth: int = 2,
+    depth: int | None = None,
     num_processes: int | None = None,
 ) -> Loader:
-    """Load a worker's part of every step from `place` on, of a stream as well: see `plan_steps` and `Loader`."""
+    """Load a worker's part of every step from `place` on, of a stream as well: see `plan_steps` and `Loader`.
+
+    Without a `depth`, what is in memory is loaded one step ahead: it always takes the same time, and the fewer steps
+    are planned, the sooner other shares take effect.
+    """
+    depth = depth or (1 if isinstance(source, ColumnSource) else 2)
     plans = plan_steps(
         ledger, place, mine, merge=merge, max_piece=max_piece, stop_step=stop_step, stop_epoch=stop_epoch
     )
