@@ -39,8 +39,9 @@ def attend(
         is_plain = is_causal and key_padding_mask is None
         mask = None if is_plain else mask
         found, weights = F.scaled_dot_product_attention(q, k, v, mask, rate, is_causal=is_plain), None
-    result = _out(module, parts, found.transpose(1, 2).flatten(2))
-    if not module.batch_first:
+    # In the order of memory that the module's own forward leaves: dropout that follows draws in that order.
+    result = _out(module, parts, found.permute(2, 0, 1, 3).flatten(2))
+    if module.batch_first:
         result = result.transpose(0, 1)
     if is_single:
         result, weights = result.squeeze(batch_dim), None if weights is None else weights.squeeze(0)

@@ -12,8 +12,11 @@ from shoal.train.cut import Cut, Slice
 from shoal.train.split.tensor_portion import Portion, slice_of
 from shoal.train.split.tensor_trial import Trial
 
-TOLERANCE = {"float32": 1e-3, "bf16": 0.1}
+TOLERANCE = 1e-3
 """Of the largest number in a tensor. Sums in another order differ by far less, wrong plans by about one."""
+
+HALF_TOLERANCE = 0.1
+"""And in a type of 16 bits, which is that of the model itself: the run's own precision is left out here."""
 
 Outputs = list[tuple[str, list[torch.Tensor]]]
 
@@ -23,10 +26,9 @@ class Comparison:
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
-        self._tolerance = TOLERANCE[trial.compute.settings.precision]
         self._outputs: Outputs = []
         with trial.undisturbed(), _listening(trial.model, self._note):
-            trial.forward().backward()
+            trial.forward("float32").backward()
             self._gradients = _gradients(trial.model)
 
     def _note(self, name: str, tensors: list[torch.Tensor]) -> None:
@@ -38,7 +40,7 @@ class Comparison:
         self._inside = ""
         with self._trial.undisturbed(), _listening(self._trial.model, self._compare, self._begin):
             try:
-                self._trial.forward().backward()
+                self._trial.forward("float32").backward()
             except ShoalError:
                 raise
             except Exception as error:
@@ -59,7 +61,7 @@ class Comparison:
             if isinstance(found, Portion):
                 whole = slice_of(found.cut, whole.shape[found.cut.dim], found.region).of(whole)
                 found = found.local
-            if not _is_close(found.detach(), whole, self._tolerance, _largest(whole)):
+            if not _is_close(found.detach(), whole, _largest(whole)):
                 raise _differs(name, "its output is another")
 
     def _compare_gradients(self, found: Mapping[str, torch.Tensor], cut: Cut, part: int) -> None:
@@ -68,15 +70,20 @@ class Comparison:
             held = cut.holding(name, part)
             mine = held.of(whole) if isinstance(held, Slice) else whole
             # Some gradients are zero but for rounding, as that of a bias before a softmax.
-            scale = max(_largest(whole), 1e-3 * most)
-            if name not in found or not _is_close(found[name], mine, self._tolerance, scale):
+            scale = max(_largest(whole), _tolerance(whole) * most)
+            if name not in found or not _is_close(found[name], mine, scale):
                 raise _differs(name.rpartition(".")[0], f"the gradient of {name} is another")
 
 
-def _is_close(found: torch.Tensor, whole: torch.Tensor, tolerance: float, scale: float) -> bool:
+def _tolerance(values: torch.Tensor) -> float:
+    return TOLERANCE if values.element_size() > 2 else HALF_TOLERANCE
+
+
+def _is_close(found: torch.Tensor, whole: torch.Tensor, scale: float) -> bool:
     if not whole.is_floating_point():
         return torch.equal(found, whole)
-    return bool(torch.allclose(found.double(), whole.double(), rtol=0, atol=tolerance * scale, equal_nan=True))
+    most = _tolerance(whole) * scale
+    return bool(torch.allclose(found.double(), whole.double(), rtol=0, atol=most, equal_nan=True))
 
 
 def _largest(values: torch.Tensor) -> float:

@@ -23,11 +23,11 @@ class Trial:
     def model(self) -> nn.Module:
         return self.compute.model
 
-    def forward(self) -> torch.Tensor:
-        """The loss, as a number that can be differentiated."""
+    def forward(self, precision: str | None = None) -> torch.Tensor:
+        """The loss, as a number that can be differentiated; in another precision than the run's, if asked to."""
         settings, device = self.compute.settings, self.compute.device
         torch.manual_seed(settings.seed)
-        with autocast(settings.precision, device):
+        with autocast(precision or settings.precision, device):
             return as_sum(self.compute.loss(self.model, move(self.samples, device)), 1)[0]
 
     @contextmanager
