@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shoal.train.flat import Chunk, FlatModel
+from shoal.train.undo import BATCH_CHUNKS
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -49,13 +50,14 @@ def giving_back(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 class ChunkedOptimizer:
     """Runs the user's own optimizer object over chunks, so that schedulers and hyper-parameters stay where they were.
 
-    The optimizer's per-element state lives in flat buffers like the parameters' (`adopt_state`), so each of them
-    can be read and written by parameter name, whichever rank updates which chunk.
+    The optimizer's per-element state lives in flat buffers like the parameters', so each of them can be read and
+    written by parameter name, whichever rank updates which chunk.
 
     Every group also gets a witness, two elements that belong to nobody. So a rank that owns no chunk of a group
     still knows which state the optimizer keeps and what it counts (Adam's `step`).
 
-    `gradient` holds the owned chunks' gradients, one after the other; `step` reads them there.
+    `step` reads the owned chunks' `gradients`. Their `values` are in the flat buffer unless they are given; then
+    chunks are places in the state's buffers only.
     """
 
     def __init__(
@@ -64,12 +66,14 @@ class ChunkedOptimizer:
         flat: FlatModel,
         owned: Sequence[Chunk],
         gradients: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.optimizer = optimizer
         self._flat = flat
         self._owned = owned
         self._before = [list(group["params"]) for group in optimizer.param_groups]
-        self._chunks = [nn.Parameter(flat.values[c.start : c.stop]) for c in owned]
+        values = [flat.values[c.start : c.stop] for c in owned] if values is None else values
+        self._chunks = [nn.Parameter(value) for value in values]
         self._witnesses = [nn.Parameter(flat.values.new_zeros(2)) for _ in optimizer.param_groups]
         self._state: dict[str, torch.Tensor] = {}
         self._fill_groups(range(len(owned)), with_witness=True)
@@ -90,9 +94,34 @@ class ChunkedOptimizer:
     def _places(self) -> Iterator[tuple[nn.Parameter, Chunk]]:
         return zip(self._chunks, self._owned, strict=True)
 
-    def step(self) -> None:
-        """Update the owned chunks from `gradients`."""
+    def step(self, allocate: Callable[[], torch.Tensor]) -> None:
+        """Update the owned chunks from `gradients`. `allocate` gives a buffer where the optimizer makes new state."""
+        if not self.optimizer.state:
+            self._step_first(allocate)
+            return
         self.optimizer.step()
+        if self._missing_state():
+            self._settle(range(len(self._owned)), allocate)
+
+    def _step_first(self, allocate: Callable[[], torch.Tensor]) -> None:
+        """The optimizer makes its state now: a few chunks at a time, so that it never exists twice."""
+        with self.in_batches() as step_some:
+            for start in range(0, max(1, len(self._owned)), BATCH_CHUNKS):
+                numbers = range(start, min(start + BATCH_CHUNKS, len(self._owned)))
+                step_some(numbers)
+                self._settle(numbers, allocate)
+
+    def _settle(self, numbers: range, allocate: Callable[[], torch.Tensor]) -> None:
+        """Let what the optimizer has just made for these of the owned chunks live where it belongs."""
+        for name in self._missing_state():
+            self._state[name] = allocate()
+        for number in numbers:
+            place, kept = self._owned[number], self.optimizer.state[self._chunks[number]]
+            for name, flat in self._state.items():
+                if name in kept:
+                    view = flat[place.start : place.stop]
+                    view.copy_(kept[name])
+                    kept[name] = view
 
     @contextmanager
     def in_batches(self) -> Iterator[Callable[[range], None]]:
@@ -134,16 +163,16 @@ class ChunkedOptimizer:
         raise AssertionError("all state has its place already")
 
     @property
-    def is_fresh(self) -> bool:
-        """Whether the optimizer has made no state yet: it does in its first step."""
-        return not self.optimizer.state
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """The flat buffers of what the optimizer keeps for each element."""
+        return self._state
 
     @property
     def state_names(self) -> Sequence[str]:
         """The per-element tensors that have a flat buffer."""
         return tuple(self._state)
 
-    def missing_state(self) -> list[str]:
+    def _missing_state(self) -> list[str]:
         """The per-element tensors that the optimizer keeps and that have no flat buffer yet."""
         return sorted(
             {
@@ -153,20 +182,6 @@ class ChunkedOptimizer:
                 if name not in self._state and isinstance(value, torch.Tensor) and value.shape == witness.shape
             }
         )
-
-    def adopt_state(self, name: str, flat: torch.Tensor) -> None:
-        """Let the state called `name` live in `flat` from now on; `settle` moves there what there is of it."""
-        self._state[name] = flat
-
-    def settle(self, numbers: range) -> None:
-        """Let what the optimizer has just made for these of the owned chunks live where it belongs."""
-        for number in numbers:
-            place, kept = self._owned[number], self.optimizer.state[self._chunks[number]]
-            for name, flat in self._state.items():
-                if name in kept:
-                    view = flat[place.start : place.stop]
-                    view.copy_(kept[name])
-                    kept[name] = view
 
     def release(self) -> None:
         """Give the optimizer the parameters back that it was made with."""

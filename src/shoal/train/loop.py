@@ -135,6 +135,7 @@ class Trainer:
                 reach=self._reach,
                 divide=self._divide,
                 buffers=self._buffers,
+                homes=traits.homes,
             )
             self._team = Team(facts, number, subject)
             opened.callback(self._team.leave)
@@ -531,6 +532,8 @@ class Trainer:
 
         Raises UserError if the last checkpoint could not be saved.
         """
+        if self._team.sync is not None and not self._is_closed:
+            self._team.sync.replica.assemble()
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:

@@ -54,20 +54,11 @@ class Replica:
 
     def update(self) -> None:
         """Apply `gradient` to the owned part."""
-        if isinstance(self.optimizer, ChunkedOptimizer) and self.optimizer.is_fresh:
-            self._update_first(self.optimizer)
-        else:
-            self.optimizer.step()
+        self.optimizer.step(self._allocate_state)
         self._follow(self.owned)
 
-    def _update_first(self, optimizer: ChunkedOptimizer) -> None:
-        """The optimizer makes its state now: a few chunks at a time, so that it never exists twice."""
-        with optimizer.in_batches() as step_some:
-            for start in range(0, max(1, len(self.owned)), BATCH_CHUNKS):
-                numbers = range(start, min(start + BATCH_CHUNKS, len(self.owned)))
-                step_some(numbers)
-                self._adopt()
-                optimizer.settle(numbers)
+    def _allocate_state(self) -> torch.Tensor:
+        return self._allocate(self.flat.layout.total, self.flat.dtype)
 
     def update_with(self, undo: Undo, turn: int) -> None:
         """`update`, so that another worker can complete it, should this one die on the way."""
@@ -124,10 +115,6 @@ class Replica:
                 span = slice(place.start, place.stop)
                 self.average[span].lerp_(self.flat.values[span], 1 - self._decay)
 
-    def _adopt(self) -> None:
-        for name in self.optimizer.missing_state():
-            self.optimizer.adopt_state(name, self._allocate(self.flat.layout.total, self.flat.dtype))
-
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All state that must survive, by name, as views: `model/...`, `optimizer/.../...`, `ema/...`."""
         yield from self.flat.tensors()
@@ -145,7 +132,7 @@ class Replica:
         """Put back what `tensors` and `scalars` gave. All members must do this and meet before they go on."""
         prefix = "optimizer/"
         held = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-        self.optimizer.restore(held, scalars, lambda: self._allocate(self.flat.layout.total, self.flat.dtype))
+        self.optimizer.restore(held, scalars, self._allocate_state)
         if self._is_source:
             for name, view in self.tensors():
                 if name in tensors:

@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -271,6 +271,7 @@ def make_sync(
     reach: Callable[[str], None] = lambda point: None,
     across: Across | None = None,
     buffers: ChangingBuffers | None = None,
+    homes: Mapping[str, Sequence[str]] | None = None,
 ) -> Sync:
     """One set of parameters in shared memory where that is possible, else a copy for each worker."""
     share_rest(group, model, source)
@@ -287,7 +288,9 @@ def make_sync(
         del keywords["num_shards"], keywords["exact"], keywords["is_elastic"]
         return LocalSync(group, model, optimizer, settings.sync, buffers=buffers, across=across, **keywords)
     if isinstance(settings.sync, Sharded):
-        return make_sharded(settings.sync, group, model, optimizer, across, keywords)
+        # What a split has made of a model may use parameters elsewhere, and what torch.compile makes has no hooks.
+        known = None if settings.split is not None or settings.compile else homes
+        return make_sharded(settings.sync, group, model, optimizer, across, known, keywords)
     if not isinstance(settings.sync, AllReduce):
         raise UserError(f"sync={settings.sync} is not there yet.")
     if isinstance(group, ShmGroup) and is_elementwise(optimizer) and across is None:

@@ -1,6 +1,6 @@
 """Who trains together right now: a group of workers, and how they agree. An elastic run changes both as it goes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +38,7 @@ class Subject:
     """What is trained, and how: all that a sync is made of besides a group. `reach` is told how far a step is.
 
     `divide` lets the model have only the part of it that is ours, among those who hold a copy together. `buffers` are
-    those that a forward changes.
+    those that a forward changes, `homes` says where it uses each parameter.
     """
 
     model: nn.Module
@@ -49,6 +49,7 @@ class Subject:
     reach: Callable[[str], None]
     divide: Callable[[Group], Cut]
     buffers: ChangingBuffers
+    homes: Mapping[str, Sequence[str]]
 
 
 class Progress(Protocol):
@@ -179,6 +180,7 @@ class Team:
                 reach=of.reach,
                 across=Across(self.group, self.parts, self.cut) if self.parts is not None and self.cut else None,
                 buffers=of.buffers,
+                homes=of.homes,
             )
 
     # Elastic runs.

@@ -1,10 +1,12 @@
 """What a model does in a forward besides computing: draw random numbers, change its buffers."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+
+from shoal.train.homes import watching_homes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,10 +14,12 @@ class Traits:
     """`is_random`: a forward draws random numbers. `changing`: names of buffers that it changes (batch statistics).
 
     A model with neither gives the same gradient, up to rounding, however a batch is cut, so parts may be merged.
+    `homes`: the modules that are being called whenever a parameter is used, by its name; see `watching_homes`.
     """
 
     is_random: bool
     changing: tuple[str, ...]
+    homes: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def is_plain(self) -> bool:
@@ -30,7 +34,7 @@ def probe(model: nn.Module, forward: Callable[[], object], seed: int) -> Traits:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         before = torch.get_rng_state()
-        with torch.no_grad():
+        with torch.no_grad(), watching_homes(model) as homes:
             forward()
         is_random = not torch.equal(before, torch.get_rng_state())
     # Batch statistics are written without counting a version, and a counter may happen to keep its value.
@@ -42,7 +46,7 @@ def probe(model: nn.Module, forward: Callable[[], object], seed: int) -> Traits:
     with torch.no_grad():
         for name in changing:
             buffers[name].copy_(kept[name])
-    return Traits(is_random=is_random, changing=changing)
+    return Traits(is_random=is_random, changing=changing, homes=homes)
 
 
 class ChangingBuffers:

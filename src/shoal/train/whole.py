@@ -15,19 +15,13 @@ class WholeOptimizer:
         self._flat = flat
         self._gradients = list(flat.views(gradient))
 
-    def step(self) -> None:
+    def step(self, allocate: Callable[[], torch.Tensor]) -> None:
+        """State stays where the optimizer puts it."""
         for parameter, gradient in zip(self._flat.parameters, self._gradients, strict=True):
             parameter.grad = gradient
         self.optimizer.step()
         for parameter in self._flat.parameters:
             parameter.grad = None
-
-    def missing_state(self) -> list[str]:
-        """None: the state stays where the optimizer put it."""
-        return []
-
-    def adopt_state(self, name: str, flat: torch.Tensor) -> None:
-        raise AssertionError("a whole optimizer keeps its own state")
 
     state_names: Sequence[str] = ()
 

@@ -26,6 +26,14 @@ class Across:
         self._parts.all_reduce(everyone).wait()
         return float(everyone)
 
+    def counts(self, name: str) -> bool:
+        """Whether this part's values of a parameter count where all parts add up."""
+        return self._cut.counts(name, self._parts.rank)
+
+    def add(self, values: torch.Tensor) -> None:
+        """Add up over all parts."""
+        self._parts.all_reduce(values).wait()
+
     def largest(self, values: torch.Tensor) -> None:
         """What is the largest on any part, on all parts: for what each would decide on by itself."""
         self._parts.all_reduce(values, Op.MAX).wait()

@@ -1,6 +1,6 @@
 """Which way to shard: by what is to be divided, and by what connects the workers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,15 @@ from shoal.comm.shm import ShmGroup
 from shoal.spec.errors import UserError
 from shoal.spec.strategy import Sharded
 from shoal.train.chunked import ELEMENTWISE, is_elementwise
+from shoal.train.homes import choose_blocks
 from shoal.train.sync.across import Across
 from shoal.train.sync.sharded_host import HostShardedSync
+from shoal.train.sync.sharded_message import MessageShardedSync
 from shoal.train.sync.shared import SharedMemorySync
 from shoal.train.sync.sync import Sync
+
+SMALLEST_BLOCK = 1024
+"""Elements: what is smaller is not worth a message of its own in any model."""
 
 
 def make_sharded(
@@ -23,9 +28,12 @@ def make_sharded(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     across: Across | None,
+    homes: Mapping[str, Sequence[str]] | None,
     keywords: Mapping[str, Any],
 ) -> Sync:
     """The sync for a level of sharding. Raises UserError for what cannot be divided.
+
+    `homes` says where in the model each parameter is used; without it none can come and go with its block.
 
     On one host `SharedMemorySync` is the answer for "optimizer": all workers see one set of parameters and optimizer
     state anyhow, and each updates its part of it.
@@ -35,10 +43,23 @@ def make_sharded(
         if wanted.level == "optimizer":
             return SharedMemorySync(group, model, optimizer, **keywords)
         _check_not_exact(wanted, keywords["exact"], "sync=shoal.sharded('optimizer')")
-        left_out = ("exact", "is_elastic")
-        kept = {name: value for name, value in keywords.items() if name not in left_out}
-        return HostShardedSync(group, model, optimizer, **kept)
-    raise UserError("not yet")
+        return HostShardedSync(group, model, optimizer, **_without_special(keywords))
+    _check_not_exact(wanted, keywords["exact"], "sync=shoal.all_reduce()")
+    blocks = find_blocks(model, homes) if wanted.level == "parameters" and homes is not None else None
+    return MessageShardedSync(
+        group, model, optimizer, level=wanted.level, blocks=blocks, across=across, **_without_special(keywords)
+    )
+
+
+def _without_special(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in keywords.items() if name not in ("exact", "is_elastic")}
+
+
+def find_blocks(model: nn.Module, homes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Which parameters come and go together: an eighth of the model at a time, or a layer where that is larger."""
+    sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    limit = max(SMALLEST_BLOCK, sum(sizes.values()) // 8)
+    return choose_blocks(sizes, homes, limit, limit // 16)
 
 
 def check_sharded(wanted: Sharded, optimizer: torch.optim.Optimizer, *, is_elastic: bool) -> None:

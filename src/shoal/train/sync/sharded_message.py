@@ -1,0 +1,147 @@
+"""Copies that exchange messages and divide state among them: of the optimizer, of gradients, of parameters."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from shoal.comm.group import Group, Op
+from shoal.spec.strategy import Level
+from shoal.train.summing import square_of
+from shoal.train.sync.across import Across
+from shoal.train.sync.sharded_blocks import Blocks
+from shoal.train.sync.sharded_state import Shards
+from shoal.train.sync.sharded_sums import UnitGradients
+from shoal.train.sync.sync import Outcome, Row, Standing
+from shoal.train.sync.table import NotFinite, StepTable, checked_norm
+
+
+class MessageShardedSync:
+    """Every copy gets its part of the summed gradient, updates its part of the parameters, and gives that to all.
+
+    "optimizer": each keeps a whole gradient and all parameters, and 1/n of the optimizer's state. "gradients": 1/n of
+    the gradient, and a few buckets of it on the way. "parameters": 1/n of these, too, besides those of the blocks of
+    layers that are being computed; see `Blocks`.
+
+    Sums are taken as the group takes them, in an order that may be another than that of `all_reduce`, and pieces
+    of a step are added up piece by piece over all copies; so results agree to rounding.
+    """
+
+    is_round_over = True
+
+    def __init__(
+        self,
+        group: Group,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        level: Level,
+        blocks: Mapping[str, Sequence[str]] | None,
+        num_shards: int,
+        max_norm: float | None = None,
+        ema_decay: float | None = None,
+        source: int = 0,
+        reach: Callable[[str], None] = lambda point: None,
+        across: Across | None = None,
+    ) -> None:
+        self._reach, self._group, self._max_norm, self._across = reach, group, max_norm, across
+        self.replica = Shards(group, model, optimizer, blocks=blocks, source=source, ema_decay=ema_decay)
+        self._blocks = None if blocks is None else Blocks(self.replica, model)
+        self.gradients = UnitGradients(group, self.replica, keeps_all=level == "optimizer", blocks=self._blocks)
+        self._table = StepTable(num_shards, group.size, lambda size: torch.zeros(size, dtype=torch.float64))
+
+    def begin(self, num_shards: int, assignment: Sequence[range]) -> None:
+        self._num_shards = num_shards
+        self._table.clear()
+        self.gradients.begin()
+        if self._blocks is not None:
+            self._blocks.begin()
+
+    def post(self, rows: Sequence[Row], mine: range, standing: Standing) -> None:
+        self._table.write(rows, mine, self._group.rank, standing)
+        self._reach("posted")
+
+    def finish(self) -> Outcome:
+        started = time.perf_counter()
+        stalled = self.gradients.stalled
+        self.gradients.finish()
+        if self._blocks is not None:
+            self._blocks.end()
+        assert self._table.values is not None, "every worker has a shard in the first step"
+        self._group.all_reduce(self._table.values).wait()
+        self._reach("summed")
+        totals = self._table.read(self._num_shards)
+        gradient = self.replica.gradient
+        gradient.mul_(1.0 / totals.weight)
+        norm = checked_norm([self._square()], lambda index: self._find_not_finite())
+        if self._max_norm is not None and norm > self._max_norm:
+            gradient.mul_(self._max_norm / norm)
+        self._reach("updating")
+        self.replica.update()
+        self.replica.spread()
+        self._reach("updated")
+        return Outcome(
+            totals=totals,
+            norm=norm,
+            communicate=time.perf_counter() - started + stalled,
+            wait=0.0,
+            waited_for=None,
+        )
+
+    def _square(self) -> float:
+        """The sum of squares of the whole gradient, of which each copy has its part, and each part of the model."""
+        names, gradient = self.replica.flat.layout.names, self.replica.gradient
+        pieces = [
+            piece
+            for unit in self.replica.units
+            for segment in unit.segments
+            if self._across is None or self._across.counts(names[segment.index])
+            for piece in gradient[segment.at : segment.at + segment.stop - segment.start].split(2**16)
+        ]
+        squares = [square_of(piece) for piece in pieces]
+        total = torch.stack(squares).double().sum().cpu().view(1) if squares else torch.zeros(1, dtype=torch.float64)
+        self._group.all_reduce(total).wait()
+        if self._across is not None:
+            self._across.add(total)
+        return float(total)
+
+    def _find_not_finite(self) -> list[str]:
+        """The same on all copies."""
+        names, gradient = self.replica.flat.layout.names, self.replica.gradient
+        is_bad = torch.zeros(len(names), dtype=torch.int32)
+        for unit in self.replica.units:
+            for segment in unit.segments:
+                values = gradient[segment.at : segment.at + segment.stop - segment.start]
+                is_bad[segment.index] |= int(not values.isfinite().all())
+        self._group.all_reduce(is_bad, Op.MAX).wait()
+        return [name for name, bad in zip(names, is_bad.tolist(), strict=True) if bad] or [
+            "another part of the model"
+        ]
+
+    def agree(self) -> None:
+        """All have the same parameters after every step."""
+
+    def resolve(
+        self, survivors: Sequence[int], gather: Callable[[str, str], list[str]], *, is_first: bool
+    ) -> Outcome | NotFinite | None:
+        raise AssertionError("only elastic runs lose members, and they do not shard")
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return dict(self.replica.tensors())
+
+    def checksum(self, step: int) -> int:
+        return 0
+
+    def barrier(self) -> None:
+        self._group.barrier()
+
+    def detach(self) -> None:
+        self.gradients.detach()
+        if self._blocks is not None:
+            self._blocks.detach()
+        self.replica.optimizer.release()
+
+    def close(self) -> None:
+        self.detach()
+        self.replica.release()
