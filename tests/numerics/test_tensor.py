@@ -1,20 +1,22 @@
-"""Layers cut among workers, against one process: the same losses, parameters, checkpoints and answers, to rounding."""
+"""Layers cut among workers, against one process: the same losses, parameters, checkpoints, answers, to rounding."""
 
 import hashlib
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 import shoal
+from shoal.engine.env import read_worker
 from tests.numerics import blocks, models
 
 KINDS = ("mlp", "cnn", *(block.__name__ for block in blocks.BLOCKS))
 
 TOLERANCE = 1e-4
-"""Of the largest parameter, after 50 steps. A row of a product is the sum of the parts' sums instead of one sum, which
-differs in the last bits of a float32 (6e-8); 50 steps let that grow. A forgotten sum over parts, dropout that is drawn
-anew by each part, or a norm that counts a parameter twice differ by more than a hundred times this."""
+"""Of the largest parameter, after 50 steps. A row of a product is the sum of the parts' sums instead of one sum, and
+differs in the last bits of a float32 (6e-8); 50 steps let that grow. A forgotten sum over parts, dropout that each
+part draws anew, or a norm that counts a parameter twice differ by more than a hundred times this."""
 
 BF16_TOLERANCE = 0.05
 """bfloat16 has 8 bits: each part's sum is rounded to 0.4 % before they are added up."""
@@ -26,12 +28,17 @@ def make(kind):
     return (*blocks.make(next(block for block in blocks.BLOCKS if block.__name__ == kind)), blocks.loss)
 
 
-def train(kind, steps=50, split=None, folder=None, adam=False, **settings):
+def train(kind, steps=50, split=None, adam=False, saved_in=None, **settings):
     """Train; returns what a worker knows in the end. `kept` is a digest of what is not cut, which all must share."""
+    facts = read_worker()
+    if saved_in is not None and facts.rank == 0:  # all wait for this one when they meet
+        shutil.copytree(saved_in, Path(facts.run_dir) / "checkpoints")
     model, data, loss = make(kind)
     parameters = model.parameters()
     optimizer = torch.optim.AdamW(parameters, lr=3e-3) if adam else torch.optim.SGD(parameters, 0.05, momentum=0.9)
-    trainer = shoal.Trainer(model, loss, optimizer, data, batch_size=24, shards=4, split=split, **settings)
+    trainer = shoal.Trainer(
+        model, loss, optimizer, data, batch_size=24, shards=4, split=split, resume=saved_in is not None, **settings
+    )
     first = trainer.digest()
     losses = []
     while trainer.place.step < steps:
@@ -39,8 +46,7 @@ def train(kind, steps=50, split=None, folder=None, adam=False, **settings):
             losses.append(trainer.step(batch))
             if trainer.place.step >= steps:
                 break
-    if settings.get("resume") is not None:
-        trainer.save(wait=True)
+    trainer.save(wait=True)
     held = trainer._team.cut.held if split else {}
     kept = [value for name, value in model.state_dict().items() if name not in held]
     whole = trainer._course.whole()
@@ -128,14 +134,12 @@ def test_four_workers_hold_one_copy(alone, tmp_path):
 def test_a_checkpoint_goes_from_two_parts_to_one_to_four_and_back(tmp_path):
     """Nothing is lost or changed on the way, to the last bit; and training goes on as if it had never been cut."""
     alone = run(1, tmp_path / "alone", [{"kind": "FusedBlock", "steps": 20, "adam": True, "ema": 0.9}])[0][0]
-    last, losses = None, []
+    last, saved, losses = None, None, []
     for size, stop in ((2, 5), (1, 10), (4, 15), (2, 20)):
         split = shoal.tensor(size) if size > 1 else None
-        config = {"kind": "FusedBlock", "steps": stop, "adam": True, "ema": 0.9, "split": split, "resume": stop > 5}
-        here = tmp_path / str(stop)
-        if last is not None:
-            shutil.copytree(tmp_path / str(stop - 5) / "run" / "checkpoints", here / "run" / "checkpoints")
-        (found,) = run(size, here, [config])
+        config = {"kind": "FusedBlock", "steps": stop, "adam": True, "ema": 0.9, "split": split, "saved_in": saved}
+        (found,) = run(size, tmp_path / str(stop), [config])
+        saved = str(tmp_path / str(stop) / "run" / "checkpoints")
         assert last is None or {each["digests"][0] for each in found} == {last}
         last = found[0]["digests"][1]
         losses += found[0]["losses"]
