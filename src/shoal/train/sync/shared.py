@@ -143,6 +143,9 @@ class SharedMemorySync:
     def finish(self) -> Outcome:
         started = time.perf_counter()
         self.gradients.end()
+        if not self.gradients.nodes:
+            # A short step may have no samples for us; what is in the slot is of the step before.
+            self._slots[self._group.rank][0].zero_()
         if self._exact or not self.gradients.nodes:
             self._announce(self._total)
         self._wait(POSTED, self._turn)
