@@ -287,9 +287,11 @@ class Course:
         if team.cut is None:
             named = named_tensors(self._subject.model)
             return digest({f"model/{name}": value.detach() for name, value in named})
-        prefix = "ema/" if self.is_averaged else "model/"
-        found = {name: value for name, value in self.whole().items() if name.startswith(prefix)}
-        return str(share_facts(team.group, {"digest": digest(found)}, 0)["digest"])
+        whole, model = self.whole(), self._subject.model
+        averages = {id(value): f"ema/{name}" for name, value in model.named_parameters()} if self.is_averaged else {}
+        keys = {f"model/{name}": averages.get(id(value), f"model/{name}") for name, value in named_tensors(model)}
+        present = {name: whole[key] for name, key in keys.items() if key in whole}  # on rank 0 that is all
+        return str(share_facts(team.group, {"digest": digest(present)}, 0)["digest"])
 
     def can_resume(self) -> bool:
         return self._route.store is not None and bool(self._route.store.list())
