@@ -218,6 +218,7 @@ class TaskRun:
         self._done: dict[int, Any] = {}
         self._num_delivered = 0
         self._mean_bytes = 0.0
+        self._is_exhausted = False
         self._source_error: ItemsError | None = None
 
     def results(self) -> Iterator[Any]:
@@ -246,60 +247,55 @@ class TaskRun:
 
     def _pull(self) -> None:
         """Take as many items as workers can use soon."""
-        num_kept = self._handout.num_added - self._num_delivered if self._is_lazy else self._handout.num_open
-        room, until = self._handout.room(num_kept), time.monotonic() + PULL_SECONDS
-        while room > 0 and not self._handout.is_complete:
-            room -= 1
+        room, until = self._room(), time.monotonic() + PULL_SECONDS
+        first = number = self._handout.num_added
+        errors: dict[int, ItemError] = {}
+        while number - first < room:
             try:
                 item = next(self._source)
             except StopIteration:
-                self._complete()
+                self._is_exhausted = True
+                break
             except Exception as error:
-                self._source_error = self._items_error(error)
-                self._complete()
-            else:
-                self._add(item)
+                self._source_error = _items_error(error, number)
+                self._is_exhausted = True
+                break
+            try:
+                self._packed[number] = pack(item)
+            except Exception as error:
+                errors[number] = _unsendable(number, error)
+            number += 1
             if time.monotonic() > until:
                 break
+        self._add(first, number, errors)
 
-    def _complete(self) -> None:
-        self._handout.completed()
-        self._total = self._handout.num_added
+    def _room(self) -> int:
+        """How many items are wanted now."""
+        if self._is_exhausted:
+            return 0
+        num_kept = self._handout.num_added - self._num_delivered if self._is_lazy else self._handout.num_open
+        return self._handout.room(num_kept)
 
-    def _items_error(self, error: Exception) -> ItemsError:
-        number = self._handout.num_added
-        found = ItemsError(
-            f"The items ended with an error after {number} of them: {type(error).__name__}: {error}",
-            where=place_of(error),
-            why="it was raised where they come from, not in the function",
-        )
-        found.__cause__ = error
-        return found
-
-    def _add(self, item: Any) -> None:
-        number = self._handout.num_added
-        try:
-            packed = pack(item)
-        except Exception as error:
-            found = ItemError(f"Item {number} cannot be sent.", why=f"{type(error).__name__}: {error}")
-            found.item, found.hint, found.__cause__ = number, cannot_send("", error).hint, error
-            # Done before anybody could begin it.
-            self._handout.added(1)
-            self._handout.skipped(number)
-            self._fail(number, found)
-            return
-        self._packed[number] = packed
-        self._handout.added(1)
-        self._mean_bytes += (packed.num_bytes - self._mean_bytes) / (number + 1 if number < 64 else 64)
-        self._handout.limit_batch(self._mean_bytes)
+    def _add(self, first: int, end: int, errors: dict[int, ItemError]) -> None:
+        """Hand over new items, and what is known of them by now."""
+        handout = self._handout
+        if end > first:
+            handout.added(end - first)
+            sizes = [self._packed[number].num_bytes for number in range(first, end) if number in self._packed]
+            self._mean_bytes = (self._mean_bytes + sum(sizes) / max(1, len(sizes))) / 2
+            handout.limit_batch(self._mean_bytes)
+        if self._is_exhausted and not handout.is_complete:
+            handout.completed()
+            self._total = handout.num_added
+        for number, error in errors.items():
+            handout.skipped(number)
+            self._fail(number, error)
 
     def _wait(self) -> None:
         """Hear what has happened, for at most a moment."""
         handout, crew = self._handout, self._crew
-        now = time.monotonic()
-        num_kept = handout.num_added - self._num_delivered if self._is_lazy else handout.num_open
-        is_hungry = not handout.is_complete and handout.room(num_kept) > 0
-        patience = 0.0 if is_hungry else max(0.0, min(TICK_SECONDS, handout.next_due() - now))
+        until_due = max(0.0, handout.next_due() - time.monotonic())
+        patience = 0.0 if self._room() > 0 else min(TICK_SECONDS, until_due)
         for line, message, fd in crew.listen(patience, handout):
             self._hear(line.worker, line.incarnation, message, fd)
 
@@ -359,3 +355,20 @@ class TaskRun:
                 raise value
             self._num_delivered += 1
             yield value
+
+
+def _items_error(error: Exception, number: int) -> ItemsError:
+    found = ItemsError(
+        f"The items ended with an error after {number} of them: {type(error).__name__}: {error}",
+        where=place_of(error),
+        why="it was raised where they come from, not in the function",
+    )
+    found.__cause__ = error
+    return found
+
+
+def _unsendable(number: int, error: Exception) -> ItemError:
+    told = cannot_send(f"Item {number}", error)
+    found = ItemError(told.message, why=told.why, hint=told.hint)
+    found.item, found.__cause__ = number, error
+    return found

@@ -82,14 +82,14 @@ class Handout:
 
     def added(self, count: int = 1) -> None:
         """So many further items are there."""
-        for number in range(self.num_added, self.num_added + count):
-            heapq.heappush(self._waiting, number)
+        # Larger than all before, so the heap stays one.
+        self._waiting.extend(range(self.num_added, self.num_added + count))
         self.num_added += count
 
     def skipped(self, number: int) -> None:
-        """The newest item cannot be given to anybody: it is done."""
-        assert number == self.num_added - 1
+        """An item that waits cannot be given to anybody: it is done."""
         self._waiting.remove(number)
+        heapq.heapify(self._waiting)
         self._done(number)
 
     def limit_batch(self, mean_bytes: float) -> None:

@@ -11,18 +11,18 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.spec.errors import UserError
 
 LARGE_BYTES = 1 << 18
 """Buffers from this size on travel in memory of their own."""
 _ALIGN = 64
+_PLAIN = frozenset((int, float, bool, str, type(None)))
+"""Types whose values need no care: there may be millions of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(NamedTuple):
     """A value as bytes. Large buffers of it lie in the memory `fd` (-1: none) at `spans`, as (start, size).
 
     Whoever has it closes `fd` when it is not needed any more.
@@ -34,7 +34,7 @@ class Packed:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.data) + sum(size for _, size in self.spans)
+        return len(self.data) + (sum(size for _, size in self.spans) if self.spans else 0)
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -43,6 +43,8 @@ class Packed:
 
 def pack(value: Any) -> Packed:
     """A value as it can be sent. Raises whatever pickling raises."""
+    if type(value) in _PLAIN:
+        return Packed(pickle.dumps(value, 5))
     large: list[pickle.PickleBuffer] = []
 
     def keep_small(buffer: pickle.PickleBuffer) -> bool:
