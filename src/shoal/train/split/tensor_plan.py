@@ -44,7 +44,8 @@ class Planner:
 
     def _read(self, wanted: Mapping[str, str]) -> dict[str, str]:
         """The script's styles by layer; later patterns win."""
-        known = {**self._linears, **self._embeddings, **self._attentions}
+        kinds = {**self._linears, **self._embeddings, **self._attentions}
+        known = {name: kinds[name] for name, _ in self._model.named_modules() if name in kinds}
         forced: dict[str, str] = {}
         for pattern, style in wanted.items():
             if style not in STYLES:
@@ -130,11 +131,10 @@ class Planner:
         return found
 
     def _check_sizes(self, plan: Plan) -> None:
-        sizes = {size for name in plan for size in self._sizes.get(name, ())}
-        for name, cut in plan.items():
-            for size in sorted(self._sizes.get(name, ())):
-                if size % self._num_parts:
-                    raise _does_not_divide(name, cut, size, self._num_parts, gcd(*sizes))
+        sizes = sorted((size, name) for name in plan for size in self._sizes.get(name, ()))
+        for size, name in sizes:  # heads come before channels: there are fewer of them
+            if size % self._num_parts:
+                raise _does_not_divide(name, plan[name], size, self._num_parts, gcd(*(size for size, _ in sizes)))
 
     def _check_tied(self, plan: Plan) -> None:
         """Layers that share a parameter must cut it alike, as an embedding and the head that uses its table."""
@@ -182,10 +182,8 @@ def _check_kind(name: str, layer: nn.Module, style: str) -> None:
     if style == "heads" and "heads" in fitting and not _has_plain_heads(layer):
         raise _wrong_plan(f"{name!r} has add_bias_kv= or add_zero_attn=", "leave them out, or use 'replicate'")
     if style not in fitting:
-        kind = type(layer).__name__
-        raise _wrong_plan(
-            f"{name!r} is a {kind}, which cannot be {style!r}", f"use {' or '.join(map(repr, fitting))}"
-        )
+        what = f"{name!r} is of type {type(layer).__name__}, which cannot be {style!r}"
+        raise _wrong_plan(what, f"use {' or '.join(map(repr, fitting))}")
 
 
 def _wrong_plan(what: str, hint: str) -> UserError:
