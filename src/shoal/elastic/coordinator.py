@@ -44,6 +44,7 @@ class Coordinator:
             "waiting": self._waiting,
             "called": self._called,
             "idle": self._idle,
+            "spare": self._spare,
         }
 
     @property
@@ -172,6 +173,13 @@ class Coordinator:
     def _idle(self, process: Process, data: Mapping[str, Any], now: float) -> list[Decision]:
         """A newcomer cannot get to where the members are. They do not wait for it."""
         self.state = membership.idle(self.state, process.worker)
+        return self._settle(now)
+
+    def _spare(self, process: Process, data: Mapping[str, Any], now: float) -> list[Decision]:
+        """A member has nothing to do in the newest World, and nothing that others need."""
+        if not self._is_of_now(process, data):
+            return []
+        self.state = membership.spare(self.state, process.worker)
         return self._settle(now)
 
     def _saw_step(self, step: int) -> None:

@@ -36,7 +36,8 @@ class Process:
     """The living process of a worker number. `is_condemned`: it will be killed, and its end has not been seen yet.
 
     `is_entered`: it has worked in some World, so it may hold the state of the run. `is_told`: it knows of
-    finished calls, and may have passed over them.
+    finished calls, and may have passed over them. `is_spare`: it is a member and has nothing to do in this World,
+    because workers left over do not make a whole copy of the model.
     """
 
     id: str
@@ -48,6 +49,7 @@ class Process:
     is_condemned: bool = False
     is_entered: bool = False
     is_told: bool = False
+    is_spare: bool = False
 
     def as_member(self) -> Member:
         return Member(id=self.id, worker=self.worker, node=self.node, pid=self.pid)
@@ -147,23 +149,30 @@ def idle(state: Membership, worker: int) -> Membership:
     return change(state, worker, phase=Phase.IDLE)
 
 
+def spare(state: Membership, worker: int) -> Membership:
+    """A member found that there is nothing for it to do in the newest World. It holds no state from here on."""
+    return change(state, worker, is_spare=True, is_entered=False)
+
+
 def met(state: Membership) -> Membership:
     """All members of the newest World have met in it: from here on each may hold the state of the run."""
     assert state.world is not None
     ids = set(state.world.ids)
-    processes = {w: replace(p, is_entered=p.is_entered or p.id in ids) for w, p in state.processes.items()}
+    processes = {
+        w: replace(p, is_entered=p.is_entered or (p.id in ids and not p.is_spare)) for w, p in state.processes.items()
+    }
     failures = {worker: n for worker, n in state.failures.items() if not state.is_member(worker)}
     return replace(state, processes=processes, failures=failures)
 
 
 def entered(state: Membership, member_id: str) -> Membership:
     """A member works in the newest World. When all do, newcomers may be thought of."""
-    assert state.world is not None
+    world = state.world
+    assert world is not None
     at_work = state.at_work | {member_id}
     worker = int(member_id.partition(".")[0])
-    return replace(
-        change(state, worker, is_entered=True), at_work=at_work, is_entered=at_work.issuperset(state.world.ids)
-    )
+    state = change(state, worker, is_entered=not state.processes[worker].is_spare)
+    return replace(state, at_work=at_work, is_entered=at_work.issuperset(world.ids))
 
 
 def stood(state: Membership, member_id: str, now: float) -> Membership:

@@ -70,9 +70,10 @@ def _why_dismiss(state: Membership, process: Process, now: float) -> str:
 
 
 def _is_in_vain(state: Membership, process: Process) -> bool:
-    """A newcomer that waits while the run ends."""
+    """A newcomer that waits while the run ends, or a member that has nothing to do."""
     is_ending = state.is_ending and state.world is not None
-    return is_ending and process.phase in (Phase.READY, Phase.IDLE) and process.id not in state.stopped
+    is_waiting = process.phase in (Phase.READY, Phase.IDLE) or process.is_spare
+    return is_ending and is_waiting and process.id not in state.stopped
 
 
 def is_all_lost(state: Membership) -> bool:
@@ -107,9 +108,10 @@ def publish(state: Membership, places: Places, now: float) -> Step:
 def _publish_fresh(state: Membership, places: Places, now: float) -> Step:
     """Nobody has a state, at the start or after all were lost: begin when everybody who is wanted is there.
 
-    After a loss of all, processes that passed over finished calls are of no use: there is no state to go on with.
+    After a loss of all, processes that passed over finished calls are of no use, nor are members that never got the
+    state or gave it up: there is nothing to go on with.
     """
-    stale = [p for p in state.processes.values() if p.is_told or p.phase is Phase.LEAVING]
+    stale = [p for p in state.processes.values() if p.is_told or p.phase in (Phase.MEMBER, Phase.LEAVING)]
     if state.world is not None and stale:
         return _condemn_all(state, stale, "all others were lost")
     wanted = range(state.num_wanted)
@@ -191,7 +193,7 @@ def _make_world(state: Membership, members: Sequence[Process], leaving: Sequence
     phases = {process.worker: Phase.MEMBER for process in ordered}
     phases |= {process.worker: Phase.LEAVING for process in leaving}
     processes = {
-        worker: replace(process, phase=phases[worker], since=now) if worker in phases else process
+        worker: replace(process, phase=phases[worker], since=now, is_spare=False) if worker in phases else process
         for worker, process in state.processes.items()
     }
     return _with_world(replace(state, processes=processes), world), decisions

@@ -341,6 +341,22 @@ def test_too_few_go_on_where_replacements_cannot_catch_up():
     assert run.told("stop") == [1]
 
 
+def test_a_member_without_a_seat_stays_until_the_end_and_is_told_then():
+    run = Run(3).all_in()
+    run.hear(2, "spare", generation=0)
+    run.exit(0, 0)
+    assert run.told("stop") == [2]
+
+
+def test_members_without_a_seat_do_not_keep_the_state():
+    run = Run(3).all_in()
+    run.hear(2, "spare", generation=0)
+    run.beat(2, step=0)
+    run.exit(0)
+    run.exit(1)
+    assert run.kills() == [2], "all begin anew"
+
+
 def test_a_newcomer_that_is_ended_with_the_run_is_not_lost():
     run = Run(2).all_in()
     run.exit(1)
