@@ -93,6 +93,7 @@ class Program:
             copied[node] = graph.placeholder(node.name)
         for node in [each for each in self.nodes[:start] if _is_constant(each)] + self.nodes[start:stop]:
             copied[node] = graph.node_copy(node, copied.__getitem__)
+            copied[node].meta.pop("is_wrapped", None)  # else the code would register it with torch.fx for good
         is_last = stop == len(self.nodes)
         given = (self.output,) if is_last else tuple(self.crossing(stop))
         graph.output(fx.node.map_arg(given, copied.__getitem__))
