@@ -18,7 +18,8 @@ class WholeOptimizer:
     def step(self, allocate: Callable[[], torch.Tensor]) -> None:
         """State stays where the optimizer puts it."""
         for parameter, gradient in zip(self._flat.parameters, self._gradients, strict=True):
-            parameter.grad = gradient
+            # What another part of the model holds is empty here, and without a gradient no optimizer looks at it.
+            parameter.grad = gradient if parameter.numel() else None
         self.optimizer.step()
         for parameter in self._flat.parameters:
             parameter.grad = None
