@@ -38,12 +38,14 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 @contextmanager
 def giving_back(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """If what is done inside fails, the optimizer holds the parameters that it held before."""
-    before = [list(group["params"]) for group in optimizer.param_groups]
+    before = [(list(group["params"]), group.get("fused")) for group in optimizer.param_groups]
     try:
         yield
     except BaseException:
-        for group, parameters in zip(optimizer.param_groups, before, strict=True):
+        for group, (parameters, fused) in zip(optimizer.param_groups, before, strict=True):
             group["params"] = parameters
+            if "fused" in group:
+                group["fused"] = fused
         raise
 
 

@@ -14,7 +14,7 @@ from shoal.comm.connect import connect_at
 from shoal.comm.group import Group
 from shoal.comm.rendezvous import Rendezvous
 from shoal.engine.env import WorkerFacts
-from shoal.spec.errors import MemberLost
+from shoal.spec.errors import MemberLost, Retryable
 from shoal.spec.world import World
 from shoal.train import setup
 from shoal.train.chunked import giving_back
@@ -100,6 +100,8 @@ class Team:
     cut: Cut | None = None
     sync: Sync | None = None
     world: World | None = None
+    has_state = False
+    """This worker has all that the run has come to: it may go on with it, and hand it on."""
     num_acts = 0
     """What the workers have done together besides steps; `least_acts` of them all members of the World have done."""
     least_acts = 0
@@ -111,6 +113,7 @@ class Team:
         self.mesh = make_mesh(self.size, subject.settings.split)
         self._facts, self._number, self._subject = facts, number, subject
         self._counted: list[dict[str, float]] | None = None
+        self._is_touched = False
 
     @property
     def is_elastic(self) -> bool:
@@ -168,6 +171,7 @@ class Team:
 
     def _make_sync(self, group: Group, source: int) -> Sync:
         of = self._subject
+        self._is_touched = True
         with giving_back(of.optimizer):
             return setup.make_sync(
                 group,
@@ -230,16 +234,31 @@ class Team:
         outcome = None
         try:
             meeting = self._meeting(world)
-            acts = meeting.gather("holds", str(self.num_acts) if self.sync else "")
+            acts = meeting.gather("holds", str(self.num_acts) if self.has_state else "")
             holders = [rank for rank, number in enumerate(acts) if number]
+            if not holders:
+                self._check_untouched()
             self.least_acts = min((int(number) for number in acts if number), default=0)
             outcome = self._settle(meeting, world, holders)
             if outcome is not None:
                 progress.conclude(outcome)  # before newcomers are told where we are
             self._enter(world, meeting, holders, progress)
         except MemberLost:
+            if not self.has_state and self.sync is not None:  # it was made, and what belongs in it did not come
+                self.sync.detach()
+                self.sync = None
             return False, outcome
+        self.has_state = True
         return True, outcome
+
+    def _check_untouched(self) -> None:
+        """Nobody has the state, so all begin anew: not with a model of which parts were handed over already."""
+        if self._is_touched:
+            raise Retryable(
+                "The last worker that had the state of the run was lost while it handed that on.",
+                why="what this worker got of it is not whole",
+                hint="the run goes on from its newest checkpoint, or from the start, with new processes",
+            )
 
     def _meeting(self, world: World) -> Rendezvous:
         link, rank = self.link, self._rank_in(world)
@@ -261,7 +280,7 @@ class Team:
 
     def _settle(self, meeting: Rendezvous, world: World, holders: list[int]) -> Outcome | NotFinite | None:
         """See to the step under way. Those who have no state only keep the others company."""
-        if self.sync is None or self.world is None:
+        if self.sync is None or self.world is None or not self.has_state:
             meeting.gather("judged", "")
             meeting.gather("settled", "")
             return None
