@@ -1,0 +1,127 @@
+"""Rounds, fragments, delays and dithered shares: pure functions that all workers must come to the same answers by."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shoal
+from shoal.data.shares import Schedule, dithered
+from shoal.spec.errors import UserError
+from shoal.train.flat import plan_layout
+from shoal.train.sync.local_rounds import FIRST_STEPS, Pace, cut_fragments, first_round, next_round
+
+paces = st.builds(Pace, step_seconds=st.floats(1e-4, 10), travel_seconds=st.floats(1e-5, 100))
+
+
+@st.composite
+def syncs(draw):
+    fragments = draw(st.integers(1, 6))
+    every = draw(st.none() | st.integers(fragments, 200))
+    longest = 20 if every is None else every // fragments - 1
+    overlap = draw(st.none() | st.integers(0, longest))
+    return shoal.local(
+        every, seconds=None if every else draw(st.floats(0.01, 60)), fragments=fragments, overlap=overlap
+    )
+
+
+@given(syncs(), st.integers(0, 10_000), st.lists(paces, max_size=6))
+def test_every_fragment_leaves_once_a_round_and_arrives_before_the_next_leaves(sync, step, story):
+    now = first_round(sync, step)
+    for pace in [*story, Pace()]:
+        leaving = {at: now.leaving(at) for at in range(now.start + 1, now.end + 1)}
+        times = [at for at, fragment in leaving.items() if fragment is not None]
+        assert [leaving[at] for at in times] == list(range(sync.fragments))
+        assert times[-1] == now.end
+        gaps = [b - a for a, b in zip([now.start, *times], times, strict=False)]
+        assert now.delay < min(gaps)
+        following = next_round(sync, now, pace)
+        # The last one arrives in the next round, whose length is only known by then.
+        assert following.start == now.end
+        assert now.end + now.delay < following.start + following.length // sync.fragments + (sync.every is not None)
+        now = following
+
+
+def test_rounds_of_steps_begin_at_their_multiples():
+    assert [first_round(shoal.local(8), step).end for step in (0, 7, 8, 15)] == [8, 8, 16, 16]
+
+
+def test_a_round_of_seconds_has_as_many_steps_as_take_that_long():
+    sync = shoal.local(seconds=2)
+    now = first_round(sync, 100)
+    assert (now.start, now.length) == (100, FIRST_STEPS)
+    assert next_round(sync, now, Pace(step_seconds=0.05, travel_seconds=0.001)).length == 40
+
+
+def test_what_takes_no_time_is_waited_for_and_what_takes_long_gets_the_steps_it_needs():
+    now = first_round(shoal.local(32), 0)
+    delay = {
+        travel: next_round(shoal.local(32), now, Pace(step_seconds=0.05, travel_seconds=travel)).delay
+        for travel in (0.001, 0.4, 60)
+    }
+    assert delay == {0.001: 0, 0.4: 10, 60: 31}
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=30), st.data())
+def test_fragments_are_runs_of_whole_parameters(sizes, data):
+    layout = plan_layout([[(f"p{i}", size) for i, size in enumerate(sizes)]])
+    count = data.draw(st.integers(1, len(sizes)))
+    spans = cut_fragments(layout, count)
+    assert len(spans) == count
+    assert spans[0][0] == 0
+    assert spans[-1][1] == layout.total
+    assert all(start < stop for start, stop in spans)
+    assert all(a[1] == b[0] for a, b in pairwise(spans))
+    assert {start for start, _ in spans} <= set(layout.offsets)
+
+
+def test_more_fragments_than_parameters_are_refused():
+    with pytest.raises(UserError, match="3 fragments"):
+        cut_fragments(plan_layout([[("a", 4), ("b", 4)]]), 3)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 9), st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(any), st.integers(1, 60))
+def test_dithered_shares_give_every_shard_once_and_stay_within_one_of_the_share(num_shards, shares, steps):
+    divide, given_so_far = dithered(num_shards, shares), [0] * len(shares)
+    period = max(16, 1024 // num_shards)
+    exact = [
+        sum(len(divide(step)[rank]) for step in range(period)) / (period * num_shards) for rank in range(len(shares))
+    ]
+    for step in range(steps):
+        ranges = divide(step)
+        assert [shard for mine in ranges for shard in mine] == list(range(num_shards))
+        for rank, mine in enumerate(ranges):
+            given_so_far[rank] += len(mine)
+            wanted = (step + 1) * num_shards * exact[rank]
+            assert step >= period or abs(given_so_far[rank] - wanted) < 1
+            assert shares[rank] or not mine
+
+
+def test_equal_workers_have_one_batch_each_in_every_step():
+    schedule = Schedule(3, [1, 1, 1], dithered)
+    assert all(schedule.at(step) == (range(1), range(1, 2), range(2, 3)) for step in range(500))
+
+
+def test_a_worker_of_half_the_speed_has_a_batch_in_two_of_three_steps():
+    divide = dithered(2, [2, 1])
+    counts = [[len(mine) for mine in divide(step)] for step in range(6)]
+    assert [sum(column) for column in zip(*counts, strict=True)] == [8, 4]
+    assert set(map(tuple, counts)) <= {(1, 1), (2, 0)}
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("local:8,overlap=8", "overlap=7"),
+        ("local:8,overlap=-1", "overlap=-1"),
+        ("diloco:8,fragments=4,overlap=2", "overlap=1"),
+    ],
+)
+def test_an_overlap_that_cannot_be_is_refused(text, word):
+    from shoal.spec.strategy import parse_sync
+
+    with pytest.raises(UserError) as caught:
+        parse_sync(text)
+    assert word in caught.value.render()
