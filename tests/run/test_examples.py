@@ -30,6 +30,8 @@ COMMANDS = {
     "12_map": PYTHON,
     "13_matrix_multiplication": TWO,
     "14_constrained_optimisation": TWO,
+    "15_local": TWO,
+    "17_pipeline": (*TWO, "-o", "split=pipeline:2"),
 }
 """How each is run here. Starting torch takes most of the time, so most run in one process."""
 
@@ -88,7 +90,9 @@ PROMISES = {
     "12_map": r"each once: True\nthe hundredth prime is below 542\nItem 13: ValueError: unlucky",
     "13_matrix_multiplication": r"720 x 720 in 2 blocks of 720 x 360: largest difference to one process \d\.\de",
     "14_constrained_optimisation": r"2 workers, \d+ rounds(.|\n)*KKT residual \d\.\de-(08|09|1\d), sum 1\.000000",
+    "15_local": r"local:10,outer=nesterov,codec=int8: (8[5-9]|9\d)\.\d % right",
     "11_faults": r"kill of rank 1(.|\n)*in peace: +(\w+), exit code 0\nwith faults: \2, exit code 0",
+    "17_pipeline": r"pipeline of 2 stages(.|\n)*digest of the parameters: (\w{12})(.|\n)*\1?",
 }
 """What the output must match. Digests of 04 and 05 are compared below."""
 
