@@ -23,6 +23,7 @@ def run_quickly(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         ("data_parallel", "ms a step"),
         ("exact", "cost"),
         ("launch", "first step s"),
+        ("pipeline", "ms a step"),
         ("task_map", "sleep s"),
     ],
 )
