@@ -101,8 +101,8 @@ class Mail:
             self._early[following] = receive(following)
         return self._early.pop(message)
 
-    def send(self, values: Any, to: int, key: Hashable) -> Any:
-        """Send any values. Returns what describes them."""
+    def send(self, values: Any, to: int, key: Hashable) -> list[torch.Tensor]:
+        """Send any values. Returns the tensors in them."""
         tensors: list[torch.Tensor] = []
         fact, known = describe_values(values, tensors), self._facts.get(key)
         if known is None:
@@ -116,7 +116,7 @@ class Mail:
                 hint="pad to a fixed shape, or choose other cuts with `shoal.pipeline(2, cuts=(...))`",
             )
         self.send_tensors(tensors, to)
-        return fact
+        return tensors
 
     def recv(self, source: int, key: Hashable) -> tuple[Any, list[torch.Tensor]]:
         """What describes the values that were sent under this key, and their tensors."""

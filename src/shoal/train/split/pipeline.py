@@ -18,7 +18,7 @@ from shoal.spec.strategy import Order
 from shoal.train.compute import Compute, autocast, uncompiled
 from shoal.train.errors import in_user_code
 from shoal.train.loss import move
-from shoal.train.split.boundary import Arrival, Mail, describe_values, rebuild_values, signature, tensors_in
+from shoal.train.split.boundary import Arrival, Mail, rebuild_values, signature, tensors_in
 from shoal.train.split.schedule import Message, Op, list_messages, plan_order
 from shoal.train.split.split import Forward, Work
 from shoal.train.split.stages import Root, Stage
@@ -172,11 +172,9 @@ class Pipelined:
 
     def _hand_on(self, op: Op, given: tuple[Any, ...], flight: Flight) -> None:
         to, key = self._line.worker(op.chunk + 1), (op.chunk + 1, self._signatures[op.microbatch])
-        self._mail.send(given, to, key)
+        tensors = self._mail.send(given, to, key)
         if self._compute.is_random:
             self._mail.send_tensors([read_randomness(self._compute.device)], to)
-        tensors: list[torch.Tensor] = []
-        describe_values(given, tensors)
         flight.given = [tensor for tensor in tensors if tensor.requires_grad]
 
     def _backward(self, op: Op, work: Work, *, is_last: bool) -> None:
