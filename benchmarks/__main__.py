@@ -24,7 +24,11 @@ def main() -> int:
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/DATE-NAME.json")
     parser.add_argument("--rounds", type=int, default=7, help=f"interleaved rounds, at least {harness.MIN_ROUNDS}")
     parser.add_argument("--quick", action="store_true", help=argparse.SUPPRESS)  # tiny: shows that it runs
+    parser.add_argument(
+        "--peer-python", action="append", default=[], metavar="PEER=PATH", help="a peer's own Python: deepspeed=PATH"
+    )
     options = parser.parse_args()
+    harness.PEER_PYTHONS.update(pair.split("=", 1) for pair in options.peer_python)
     if options.rounds < harness.MIN_ROUNDS and not options.quick:
         parser.error(f"--rounds must be at least {harness.MIN_ROUNDS}: fewer say nothing about the spread")
     for name in names() if options.name == "all" else [options.name]:

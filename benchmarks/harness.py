@@ -19,6 +19,8 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 MIN_ROUNDS = 5
+PEER_PYTHONS: dict[str, str] = {}
+"""The Python to run a peer with, by the peer's name, where it has an environment of its own."""
 
 
 def interleave(contenders: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
