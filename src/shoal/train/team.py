@@ -14,7 +14,8 @@ from shoal.comm.connect import connect_at
 from shoal.comm.group import Group
 from shoal.comm.rendezvous import Rendezvous
 from shoal.engine.env import WorkerFacts
-from shoal.spec.errors import MemberLost, Retryable
+from shoal.spec.errors import MemberLost, Retryable, UserError
+from shoal.spec.strategy import Local
 from shoal.spec.world import World
 from shoal.train import setup
 from shoal.train.chunked import giving_back
@@ -108,6 +109,8 @@ class Team:
 
     def __init__(self, facts: WorkerFacts, number: int, subject: Subject) -> None:
         self.link = find_link(facts)
+        if self.link is not None:
+            _check_can_change(subject.settings)
         # A replacement is not the first of anybody until it joins: what rank 0 writes down has been written.
         self.rank, self.size = max(facts.rank, min(1, facts.incarnation)), facts.world_size
         self.mesh = make_mesh(self.size, subject.settings.split)
@@ -343,6 +346,18 @@ class Team:
         for name in ("group", "copies", "parts"):
             if (group := getattr(self, name, None)) is not None:
                 group.close()
+
+
+def _check_can_change(settings: Settings) -> None:
+    """Refuse what cannot go on with another number of workers."""
+    found = [f"split={settings.split}"] if settings.split is not None else []
+    found += [f"sync={settings.sync}"] if isinstance(settings.sync, Local) else []
+    if found:
+        raise UserError(
+            f"{' and '.join(found)} needs a fixed number of workers.",
+            why="-n MIN:MAX lets workers come and go, and here each of them has what no other has",
+            hint="start with one number, such as `-n 4`",
+        )
 
 
 def _ids(world: World, ranks: Sequence[int] | None) -> list[str] | None:
