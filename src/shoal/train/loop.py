@@ -339,7 +339,7 @@ class Trainer:
             group=self._team.group,
             parts=parts,
             first=setup.first_samples(self._source, max(2, self._largest_piece() or self.settings.batch_size)),
-            few=setup.first_samples(self._source, min(self.settings.microbatch_size or 8, 8)),
+            few=setup.first_samples(self._source, min(self.settings.microbatch_size or 2, 2)),
             recorder=self._recorder,
             rank=lambda: self.rank,
             reach=self._reach,

@@ -1,6 +1,8 @@
 """A copy whose layers are cut: each worker holds a slice of every large weight, and layers talk to other parts."""
 
+import ctypes
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -117,6 +119,7 @@ def cut_for_run(
     _check_same_kernels(group)
     before = _num_bytes(model)
     cut, plan = cut_layers(model, wanted, group, Trial(compute, samples))
+    _give_back()
     facts = {"layers": {name: str(layer) for name, layer in plan.items()}, "bytes_whole": before}
     facts["bytes_held"] = _num_bytes(model)
     if recorder.rank == 0:
@@ -156,6 +159,12 @@ def _check_same_kernels(group: Group) -> None:
         "the kind of processor": torch.backends.cpu.get_cpu_capability(),
     }
     check_agreement(group, facts)
+
+
+def _give_back() -> None:
+    """Let the system have the memory of the whole model back, which glibc would keep for later."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _num_bytes(model: nn.Module) -> int:
