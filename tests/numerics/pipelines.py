@@ -38,7 +38,11 @@ PLANS = {
         "bf16": cut(BF16, "pipeline:2"),
     },
     "3": {"exact": cut(EXACT, "pipeline:3")},
-    "4": {"exact": cut(EXACT, "pipeline:2"), "rounded": cut(ROUNDED[:1], "pipeline:2")},
+    "4": {
+        "exact": cut(EXACT[1:], "pipeline:2"),
+        "rounded": cut(ROUNDED[:1], "pipeline:2"),
+        "sharded": cut(ROUNDED[2:], "pipeline:2", sync="sharded:parameters"),
+    },
 }
 """By number of workers."""
 

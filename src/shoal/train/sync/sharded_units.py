@@ -106,7 +106,7 @@ def cut_by_size(sizes: Sequence[int], order: Sequence[int], bucket: int) -> list
     blocks: list[tuple[str, list[int]]] = []
     room = 0
     for index in order:
-        if sizes[index] > room:
+        if not blocks or sizes[index] > room:
             blocks.append(("", []))
             room = bucket
         blocks[-1][1].append(index)
