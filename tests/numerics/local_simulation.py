@@ -40,6 +40,15 @@ def train_all(configs):
     return [train(**config) for config in configs]
 
 
+def losses_of(config):
+    """The loss over all samples now and then on the way: what can be seen where nobody has the whole model."""
+    kind, settings = config["kind"], {name: value for name, value in config.items() if name != "kind"}
+    model, data, loss = models.make(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with shoal.Trainer(model, loss, optimizer, data, batch_size=BATCH_SIZE, balance=False, **settings) as trainer:
+        return [trainer.fit(steps=13).evaluate(data)["loss"] for _ in range(4)]
+
+
 def flatten(tensors):
     parts = [tensor.detach().reshape(-1).double() for tensor in tensors]
     return torch.cat(parts).tolist() if parts else []
@@ -121,12 +130,16 @@ class Simulation:
         """(the copies' ways, their mean)"""
         at, weights = self.spans[fragment], self.samples[fragment]
         ways = [self.anchor[at] - worker.values[at] for worker in self.copies]
-        sent = ways
+        sent, layout = ways, self.copies[0].flat.layout
         if self.sync.codec == "int8":
             sent = []
             for way, rest in zip(ways, self.rest, strict=True):
                 rest[at] += way
-                sent.append(decode(encode(rest[at]), way.numel()))
+                sent.append(torch.zeros_like(way))
+                for start, size in zip(layout.offsets, layout.sizes, strict=True):
+                    if at.start <= start < at.stop:
+                        held = slice(start - at.start, start - at.start + size)
+                        sent[-1][held] = decode(encode(rest[at][held]), size)
                 rest[at] -= sent[-1]
         return ways, sum(way * (weight / sum(weights)) for way, weight in zip(sent, weights, strict=True))
 

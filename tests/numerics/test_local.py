@@ -8,6 +8,7 @@ shows as 1e-3 and more (tried below).
 
 import numpy as np
 import pytest
+import torch
 
 import shoal
 from tests.numerics import local_simulation
@@ -61,7 +62,12 @@ def transport(number):
 
 
 def simulate(num_workers, config):
-    return local_simulation.Simulation(num_copies=num_workers, **config).run(52)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the workers have; on a busy machine two threads mostly wait for each other
+    try:
+        return local_simulation.Simulation(num_copies=num_workers, **config).run(52)
+    finally:
+        torch.set_num_threads(before)
 
 
 def distance(first, second):
@@ -103,3 +109,22 @@ def test_the_simulation_tells_late_from_early():
     config = {"kind": "gpt", "sync": "local:8,overlap=3", "optimizer": "AdamW", "lr": 0.003}
     late = simulate(2, {**config, "sync": "local:8,overlap=4"})
     assert distance(simulate(2, config)[0], late[0]) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["tensor:2", "pipeline:2"])
+def test_copies_that_are_cut_agree_as_whole_ones_do(split, tmp_path):
+    """Two copies of two parts each against two whole ones: clipped by the norm over both parts, sent as int8."""
+    config = {"kind": "mlp", "sync": "local:8,outer=nesterov,codec=int8,overlap=2", "max_norm": 0.5}
+    whole, cut = (
+        shoal.launch(
+            local_simulation.losses_of,
+            number,
+            args=({**config, "split": way},),
+            run_dir=str(tmp_path / f"{number}"),
+            is_quiet=True,
+        )
+        for number, way in ((2, None), (4, split))
+    )
+    assert all(found == cut[0] for found in cut)
+    assert cut[0] == pytest.approx(whole[0], rel=1e-4)

@@ -1,14 +1,15 @@
 """What all copies have agreed on, and how the mean of their ways moves it on."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from shoal.comm.codec import BLOCK
 from shoal.comm.codec_mean import mean_int8, mean_plain
 from shoal.comm.group import Group
 from shoal.spec.strategy import Local
-from shoal.train.flat import FlatModel
+from shoal.train.flat import FlatModel, round_up
 from shoal.train.sync.local_rounds import Span
 
 PREFIX = {"anchor": "anchor/", "momentum": "momentum/"}
@@ -27,10 +28,7 @@ class Outer:
         dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
         self.anchor = flat.values.detach().to(dtype, copy=True)
         self.momentum = torch.zeros_like(self.anchor) if sync.outer == "nesterov" else None
-        is_coded = sync.codec == "int8" and group.size > 1
-        self._rest = torch.zeros_like(self.anchor, dtype=torch.float32) if is_coded else None
-        has_relay = is_coded and group.size > 2
-        self._rest_of_mean = torch.zeros_like(self._rest) if has_relay and self._rest is not None else self._rest
+        self._code = Code(flat, group) if sync.codec == "int8" and group.size > 1 else None
 
     def way(self, span: Span) -> torch.Tensor:
         """How far our copy has come from the anchor, backwards: the pseudo-gradient."""
@@ -42,13 +40,11 @@ class Outer:
             return torch.zeros_like(way)
         if self._group.size == 1:
             return way.clone()
-        if self._rest is None or self._rest_of_mean is None:
-            mean = way.clone()
-            mean_plain(self._group, mean, weights)
-            return mean
-        mean, at = way.to(torch.float32, copy=True), slice(*span)
-        mean_int8(self._group, mean, weights, self._rest[at], self._rest_of_mean[at])
-        return mean.to(way.dtype)
+        if self._code is not None:
+            return self._code.mean(way, span, weights)
+        mean = way.clone()
+        mean_plain(self._group, mean, weights)
+        return mean
 
     def move(self, mean: torch.Tensor, span: Span) -> torch.Tensor:
         """Move the anchor on by a mean way; returns what was taken from it."""
@@ -70,9 +66,46 @@ class Outer:
     def restart(self, tensors: Mapping[str, Any]) -> None:
         """Go on from a checkpoint whose parameters are in place: with its anchor and momentum, if it has them."""
         self.anchor.copy_(self._flat.values)
-        for rest in (self.momentum, self._rest, self._rest_of_mean):
-            if rest is not None:
-                rest.zero_()
+        if self.momentum is not None:
+            self.momentum.zero_()
+        if self._code is not None:
+            self._code.forget()
         for name, view in self.tensors():
             if name in tensors:
                 view.copy_(tensors[name])
+
+
+class Code:
+    """Ways as int8, and what rounding has left over so far.
+
+    Each parameter begins a block of its own. So one that several parts of a split model hold becomes the same bits on
+    all of them, whatever lies beside it there; and no large layer makes the scale of a small one coarse.
+    """
+
+    def __init__(self, flat: FlatModel, group: Group) -> None:
+        self._group = group
+        self._places: list[tuple[int, int, int]] = []
+        total = 0
+        for at, size in zip(flat.layout.offsets, flat.layout.sizes, strict=True):
+            self._places.append((at, size, total))
+            total += round_up(size, BLOCK)
+        self._rest = torch.zeros(total, device=flat.values.device)
+        # Two copies send nothing on.
+        self._rest_of_mean = torch.zeros_like(self._rest) if group.size > 2 else self._rest
+
+    def mean(self, way: torch.Tensor, span: Span, weights: Sequence[float]) -> torch.Tensor:
+        start, stop = span
+        places = [place for place in self._places if start <= place[0] < stop]
+        first, last = places[0][2], places[-1][2] + round_up(places[-1][1], BLOCK)
+        padded = torch.zeros(last - first, device=way.device)
+        for at, size, to in places:
+            padded[to - first : to - first + size] = way[at - start : at - start + size]
+        mean_int8(self._group, padded, weights, self._rest[first:last], self._rest_of_mean[first:last])
+        mean = torch.zeros_like(way)
+        for at, size, to in places:
+            mean[at - start : at - start + size] = padded[to - first : to - first + size]
+        return mean
+
+    def forget(self) -> None:
+        self._rest.zero_()
+        self._rest_of_mean.zero_()
