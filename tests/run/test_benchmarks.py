@@ -25,6 +25,7 @@ def run_quickly(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         ("launch", "first step s"),
         ("pipeline", "ms a step"),
         ("task_map", "sleep s"),
+        ("tensor", "ms a step"),
     ],
 )
 def test_a_benchmark_runs(

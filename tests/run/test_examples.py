@@ -31,6 +31,7 @@ COMMANDS = {
     "13_matrix_multiplication": TWO,
     "14_constrained_optimisation": TWO,
     "15_local": TWO,
+    "16_tensor": (*TWO, "-o", "split=tensor:2"),
     "17_pipeline": (*TWO, "-o", "split=pipeline:2"),
 }
 """How each is run here. Starting torch takes most of the time, so most run in one process."""
@@ -92,6 +93,7 @@ PROMISES = {
     "14_constrained_optimisation": r"2 workers, \d+ rounds(.|\n)*KKT residual \d\.\de-(08|09|1\d), sum 1\.000000",
     "15_local": r"local:10,outer=nesterov,codec=int8: (8[5-9]|9\d)\.\d % right",
     "11_faults": r"kill of rank 1(.|\n)*in peace: +(\w+), exit code 0\nwith faults: \2, exit code 0",
+    "16_tensor": r"this worker holds 55,520 parameters(.|\n)*loss after 2 epochs: 0\.10\d+",
     "17_pipeline": r"digest of the parameters: (\w{12})(.|\n)*digest of the parameters: \1",
 }
 """What the output must match. Digests of 04 and 05 are compared below."""

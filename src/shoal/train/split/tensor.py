@@ -1,6 +1,7 @@
 """A copy whose layers are cut: each worker holds a slice of every large weight, and layers talk to other parts."""
 
 import ctypes
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -175,5 +176,11 @@ def _summary(num_parts: int, facts: Mapping[str, Any]) -> str:
     """The plan in one line."""
     layers = facts["layers"]
     held, whole = (facts[key] / 1e6 for key in ("bytes_held", "bytes_whole"))
-    names = shorten([f"{name} {style}" for name, style in layers.items()], 6)
-    return f"shoal: tensor({num_parts}) cuts {len(layers)} layers, {held:.2g} of {whole:.2g} MB a worker: {names}"
+    names = dict.fromkeys(f"{_pattern(name)} {style}" for name, style in layers.items())
+    shown = shorten(list(names), 8)
+    return f"shoal: tensor({num_parts}) cuts {len(layers)} layers, {held:.2g} of {whole:.2g} MB a worker: {shown}"
+
+
+def _pattern(name: str) -> str:
+    """The name of a layer without the number of its block, so that equal layers of many blocks are told once."""
+    return re.sub(r"(^|[.])[0-9]+[.]", r"\1*.", name, count=1)
