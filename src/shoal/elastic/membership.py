@@ -16,7 +16,7 @@ from shoal.spec.world import Member, World
 
 V = TypeVar("V")
 
-MOST_LOSSES = 3
+MOST_LOSSES = 5
 MOST_VAIN_STARTS = 9
 """Replacements that may be lost in a row before they take part, while others have the state, and would lose it."""
 LONGEST_DELAY = 60.0
@@ -245,7 +245,12 @@ def _lost(state: Membership, gone: Process, code: int, now: float) -> Step:
 
 
 def _count(state: Membership, gone: Process) -> Step:
-    """Losses in a row. Several members of one World lost together count once: a host has one plug."""
+    """Losses in a row. Several members of one World lost together count once: a host has one plug.
+
+    Whoever said that it has nothing that others need, and ends, is no loss.
+    """
+    if gone.is_spare:
+        return state, []
     if gone.phase is Phase.MEMBER and state.world is not None:
         if state.lost_generation == state.world.generation:
             return state, []

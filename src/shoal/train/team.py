@@ -240,7 +240,7 @@ class Team:
             acts = meeting.gather("holds", str(self.num_acts) if self.has_state else "")
             holders = [rank for rank, number in enumerate(acts) if number]
             if not holders:
-                self._check_untouched()
+                self._check_untouched(world)
             self.least_acts = min((int(number) for number in acts if number), default=0)
             outcome = self._settle(meeting, world, holders)
             if outcome is not None:
@@ -254,9 +254,11 @@ class Team:
         self.has_state = True
         return True, outcome
 
-    def _check_untouched(self) -> None:
+    def _check_untouched(self, world: World) -> None:
         """Nobody has the state, so all begin anew: not with a model of which parts were handed over already."""
         if self._is_touched:
+            assert self.link is not None
+            self.link.send("spare", generation=world.generation)
             raise Retryable(
                 "The last worker that had the state of the run was lost while it handed that on.",
                 why="what this worker got of it is not whole",
