@@ -95,6 +95,7 @@ VARIANTS = [
     {"kind": "FusedBlock", "max_norm": 0.5, "ema": 0.9, "microbatch_size": 5},
     {"kind": "MaskedBlock", "precision": "bf16"},
     {"kind": "GroupedBlock", "adam": True, "transport": "tcp"},
+    {"kind": "FusedBlock", "steps": 12, "adam": True, "ema": 0.9},
 ]
 """Adam without a bias of keys: that has no gradient but rounding, which Adam makes as large as any."""
 
@@ -117,8 +118,8 @@ def test_two_workers_hold_one_copy(alone, tmp_path):
 
 
 def test_two_copies_of_two_parts_and_every_way_to_train(alone, tmp_path):
-    configs = [*PLAIN[:2], *VARIANTS]
-    expected = [*alone[:2], *alone[len(PLAIN) :]]
+    configs = [*PLAIN[:2], *VARIANTS[:-1]]
+    expected = [*alone[:2], *alone[len(PLAIN) : -1]]
     for config, found, one in zip(configs, run(4, tmp_path, with_split(configs, 2)), expected, strict=True):
         print(config)
         assert_same(found, one, BF16_TOLERANCE if "precision" in config else TOLERANCE)
@@ -131,16 +132,15 @@ def test_four_workers_hold_one_copy(alone, tmp_path):
         assert_same(found, alone[index])
 
 
-def test_a_checkpoint_goes_from_two_parts_to_one_to_four_and_back(tmp_path):
+def test_a_checkpoint_goes_from_two_parts_to_one_to_four_and_back(alone, tmp_path):
     """Nothing is lost or changed on the way, to the last bit; and training goes on as if it had never been cut."""
-    alone = run(1, tmp_path / "alone", [{"kind": "FusedBlock", "steps": 20, "adam": True, "ema": 0.9}])[0][0]
     last, saved, losses = None, None, []
-    for size, stop in ((2, 5), (1, 10), (4, 15), (2, 20)):
+    for size, stop in ((2, 3), (1, 6), (4, 9), (2, 12)):
         split = shoal.tensor(size) if size > 1 else None
-        config = {"kind": "FusedBlock", "steps": stop, "adam": True, "ema": 0.9, "split": split, "saved_in": saved}
-        (found,) = run(size, tmp_path / str(stop), [config])
-        saved = str(tmp_path / str(stop) / "run" / "checkpoints")
+        (found,) = run(
+            size, tmp_path / str(stop), [{**VARIANTS[-1], "steps": stop, "split": split, "saved_in": saved}]
+        )
         assert last is None or {each["digests"][0] for each in found} == {last}
-        last = found[0]["digests"][1]
+        last, saved = found[0]["digests"][1], str(tmp_path / str(stop) / "run" / "checkpoints")
         losses += found[0]["losses"]
-    assert losses == pytest.approx(alone["losses"], rel=TOLERANCE)
+    assert losses == pytest.approx(alone[-1]["losses"], rel=TOLERANCE)

@@ -35,7 +35,8 @@ class Slice:
         self._view(whole).copy_(part.unflatten(self.dim, (self.blocks, -1)))
 
     def _view(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.unflatten(self.dim, (self.blocks, -1)).narrow(self.dim + 1, self.start, self.stop - self.start)
+        blocks: torch.Tensor = whole.unflatten(self.dim, (self.blocks, -1))  # type: ignore[no-untyped-call]
+        return blocks.narrow(self.dim + 1, self.start, self.stop - self.start)
 
 
 Held = Slice | EllipsisType | None
