@@ -81,13 +81,10 @@ class Blocks:
         """A step begins: only what is always needed is there."""
         self._contexts.clear()
         self.waited = 0.0
-        for unit in self._shards.units:
-            if unit.home and unit.size and self._shards.is_here(unit):
-                self._shards.drop(unit)
+        self._shards.dismiss()
         self._here = {unit.number for unit in self._always}
         for unit in self._always:
-            if not self._shards.is_here(unit):
-                self._wait(unit, self._shards.fetch(unit))
+            self._wait(unit, self._shards.fetch(unit))
         self._is_running = True
         self.begin_pass()
 

@@ -119,8 +119,7 @@ class Shards:
         """Begin to gather a unit's parameters; they may be used after `take` of it."""
         whole = self.wholes[unit.number]
         whole.untyped_storage().resize_(whole.numel() * whole.element_size())
-        kept = self.average if self._is_average and self.average is not None else self._kept
-        return self._group.all_gather(whole, self._of(kept, unit))
+        return self._group.all_gather(whole, self._of(self._kept, unit))
 
     def take(self, unit: Unit, work: Work) -> None:
         """The unit's parameters have come: let the model have them."""
@@ -129,20 +128,37 @@ class Shards:
 
     def drop(self, unit: Unit) -> None:
         """Give the memory of a unit's parameters back. Tensors on it are good again after the next `fetch`."""
+        self._hide(unit)
+        self.wholes[unit.number].untyped_storage().resize_(0)
+
+    def _hide(self, unit: Unit) -> None:
         for index in unit.indices:
             parameter = self.flat.parameters[index]
             parameter.data = self._nothing.expand(parameter.shape)
-        self.wholes[unit.number].untyped_storage().resize_(0)
-
-    def is_here(self, unit: Unit) -> bool:
-        whole = self.wholes[unit.number]
-        return whole.untyped_storage().nbytes() >= whole.numel() * whole.element_size()
 
     def assemble(self) -> None:
-        """Let the model have all its parameters until the next step. All members call it together."""
+        """Let the model have all its parameters until the next step. All members call it together.
+
+        They get memory of their own: a script may keep views of it, and what comes and goes in steps must have none.
+        """
+        if not self.is_resident and self._shown is None:
+            self._show(self.average if self._is_average and self.average is not None else self._kept)
+
+    def dismiss(self) -> None:
+        """A step begins: only what comes and goes is there from here on."""
+        if self._shown is not None:
+            self._shown = None
+            for unit in self.units:
+                self._hide(unit)
+
+    def _show(self, kept: torch.Tensor) -> None:
+        """Let the model see all of what is kept, in memory of its own."""
+        shown = [self._make(unit.size) for unit in self.units]
         for unit in self.units:
-            if unit.size and not self.is_here(unit):
-                self.take(unit, self.fetch(unit))
+            if unit.size:
+                self._group.all_gather(shown[unit.number], self._of(kept, unit)).wait()
+            self._point(unit, shown[unit.number])
+        self._shown = shown
 
     # A step.
 
@@ -166,16 +182,12 @@ class Shards:
         if self.average is None or is_average == self._is_average:
             return
         self._is_average = is_average
-        if not self.is_resident:
-            for unit in self.units:
-                if unit.size and self.is_here(unit):
-                    self.take(unit, self.fetch(unit))
+        if is_average or not self.is_resident:
+            self._show(self.average if is_average else self._kept)
             return
-        self._shown = [self._make(unit.size) for unit in self.units] if is_average else None
+        self._shown = None
         for unit in self.units:
-            if self._shown is not None and unit.size:
-                self._group.all_gather(self._shown[unit.number], self._of(self.average, unit)).wait()
-            self._point(unit, self.wholes[unit.number] if self._shown is None else self._shown[unit.number])
+            self._point(unit, self.wholes[unit.number])
 
     # What must survive.
 
@@ -240,8 +252,9 @@ class Shards:
                 value.detach().copy_(tensors[f"model/{name}"])
 
     def _restore_whole(self, unit: Unit, tensors: Mapping[str, torch.Tensor]) -> None:
-        if self.is_here(unit):
-            for index, view in self.views(unit, self.wholes[unit.number]):
+        wholes = self.wholes if self.is_resident else self._shown
+        if wholes is not None:
+            for index, view in self.views(unit, wholes[unit.number]):
                 name = f"model/{self.flat.layout.names[index]}"
                 if name in tensors:
                     view.copy_(tensors[name])
