@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shoal.comm.codec import BLOCK, decode, encode_rest, num_packed
+from shoal.comm.codec import BLOCK, add_decoded, decode, num_packed, pack
 from shoal.comm.group import Group
 
 PART = 2**22
@@ -25,49 +25,47 @@ def mean_plain(group: Group, values: torch.Tensor, weights: Sequence[float]) -> 
         group.all_reduce(part).wait()
 
 
-def mean_int8(
-    group: Group, values: torch.Tensor, weights: Sequence[float], rest: torch.Tensor, rest_of_mean: torch.Tensor
-) -> None:
-    """The mean in place, of values that travel as int8.
+def mean_int8(group: Group, rest: torch.Tensor, weights: Sequence[float], rest_of_mean: torch.Tensor) -> torch.Tensor:
+    """The mean of what everybody has in `rest`, which travels as int8.
 
-    `rest` is what this rank's messages have left over so far, `rest_of_mean` what means that it sent on for all have
-    left over; both are as large as `values`, zero at first, and belong to this function. Two ranks swap all they
-    have: a quarter of the bytes. More of them send each rank its part, which adds up and passes the sum on:
-    2 (size - 1) / size of a quarter, and a second rounding.
+    `rest` is float32: the values that this rank adds to what its messages have left over so far. It is left with what
+    this one leaves over. `rest_of_mean` is as large, and holds what means that this rank passed on have left over: it
+    is zero at first, and for no one else. Two ranks swap all they have: a quarter of the bytes. More of them send
+    each rank its part, which adds up and passes the sum on: 2 (size - 1) / size of a quarter, and a second rounding.
     """
-    triples = zip(parts_of(values), parts_of(rest), parts_of(rest_of_mean), strict=True)
-    for part, left, left_of_mean in triples:
+    mean = torch.zeros_like(rest)
+    for out, left, left_of_mean in zip(parts_of(mean), parts_of(rest), parts_of(rest_of_mean), strict=True):
         if group.size <= 2:
-            _swap(group, part, weights, left)
+            _swap(group, out, weights, left)
         else:
-            _scatter_and_gather(group, part, weights, left, left_of_mean)
+            _scatter_and_gather(group, out, weights, left, left_of_mean)
+    return mean
 
 
-def _swap(group: Group, values: torch.Tensor, weights: Sequence[float], rest: torch.Tensor) -> None:
-    packed = encode_rest(values, rest)
+def _swap(group: Group, out: torch.Tensor, weights: Sequence[float], rest: torch.Tensor) -> None:
+    packed = pack(rest)
     everyone = packed.new_empty(group.size * packed.numel())
     group.all_gather(everyone, packed).wait()
-    _add_up(values, everyone.split(packed.numel()), weights)
+    _add_up(out, everyone.split(packed.numel()), weights)
 
 
 def _scatter_and_gather(
-    group: Group, values: torch.Tensor, weights: Sequence[float], rest: torch.Tensor, rest_of_mean: torch.Tensor
+    group: Group, out: torch.Tensor, weights: Sequence[float], rest: torch.Tensor, rest_of_mean: torch.Tensor
 ) -> None:
-    size, num_elements = group.size, values.numel()
+    size, num_elements = group.size, out.numel()
     each = -(-num_elements // (size * BLOCK)) * BLOCK
     cuts = [(min(rank * each, num_elements), min((rank + 1) * each, num_elements)) for rank in range(size)]
-    packed = [encode_rest(values[start:stop], rest[start:stop]) for start, stop in cuts]
+    packed = [pack(rest[start:stop]) for start, stop in cuts]
     start, stop = cuts[group.rank]
     theirs = _collect(group, packed, num_packed(stop - start))
-    mean = values[start:stop]
-    _add_up(mean, theirs, weights)
+    _add_up(rest_of_mean[start:stop], theirs, weights)
     mine = packed[0].new_zeros(num_packed(each))
-    sent = encode_rest(mean, rest_of_mean[start:stop])
+    sent = pack(rest_of_mean[start:stop])
     mine[: sent.numel()] = sent
     everyone = mine.new_empty(size * mine.numel())
     group.all_gather(everyone, mine).wait()
     for (first, last), message in zip(cuts, everyone.split(mine.numel()), strict=True):
-        values[first:last] = decode(message[: num_packed(last - first)], last - first)
+        out[first:last] = decode(message[: num_packed(last - first)], last - first)
 
 
 def _collect(group: Group, packed: Sequence[torch.Tensor], num_bytes: int) -> list[torch.Tensor]:
@@ -83,10 +81,10 @@ def _collect(group: Group, packed: Sequence[torch.Tensor], num_bytes: int) -> li
 
 
 def _add_up(out: torch.Tensor, messages: Sequence[torch.Tensor], weights: Sequence[float]) -> None:
-    out.zero_()
+    """Add the mean of the messages, in rank order, so that it is the same bits wherever it is done."""
     for rank, message in enumerate(messages):
         if weights[rank]:
-            out.add_(decode(message, out.numel()), alpha=_share(weights, rank))
+            add_decoded(out, message, _share(weights, rank))
 
 
 def _share(weights: Sequence[float], rank: int) -> float:

@@ -108,9 +108,12 @@ class LocalSync:
         """The next forwards and backwards belong to one inner batch."""
         self._rows: Sequence[Row] = ()
         self.gradients.begin(1, range(1))
+        self.gradients.scale = 1.0
 
     def post(self, rows: Sequence[Row], mine: range, standing: Standing) -> None:
         self._rows, self._standing = list(rows), standing
+        if len(rows) == 1 and rows[0].weight > 0 and self._across is None:
+            self.gradients.scale = 1.0 / rows[0].weight  # the only piece: divided on the way to its place, at no cost
         self._reach("posted")
 
     def learn(self) -> None:
@@ -144,11 +147,13 @@ class LocalSync:
         check_losses(self._rows)
         if weight <= 0:
             return 0.0
-        self.replica.gradient.mul_(1.0 / weight)
-        squares = (
-            [float(square_of(chunk)) for chunk in self.replica.gradients] if square is None else [square / weight**2]
-        )
+        if self.gradients.scale == 1.0:
+            self.replica.gradient.mul_(1.0 / weight)
+        squares = [square / weight**2] if square is not None else self._squares()
         return checked_norm(squares, self._find_not_finite)
+
+    def _squares(self) -> list[float]:
+        return list(torch.stack([square_of(chunk) for chunk in self.replica.gradients]).tolist())
 
     def _find_not_finite(self, index: int) -> list[str]:
         if self._across is not None:
@@ -199,7 +204,7 @@ class LocalSync:
 
         def exchange(told: Told) -> list[torch.Tensor]:
             mean = self._outer.mean(way, span, told.weights(fragment))
-            return [way.sub_(self._outer.move(mean, span))]
+            return [self._outer.move(mean, way, span)]
 
         buffers = self._buffers.read() if self._buffers is not None and is_last else None
         act = lambda: travel(self._group, row, len(self._spans), exchange)  # noqa: E731

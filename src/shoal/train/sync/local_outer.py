@@ -9,7 +9,7 @@ from shoal.comm.codec import BLOCK
 from shoal.comm.codec_mean import mean_int8, mean_plain
 from shoal.comm.group import Group
 from shoal.spec.strategy import Local
-from shoal.train.flat import FlatModel, round_up
+from shoal.train.flat import CHUNK, FlatModel, round_up
 from shoal.train.sync.local_rounds import Span
 
 PREFIX = {"anchor": "anchor/", "momentum": "momentum/"}
@@ -46,15 +46,22 @@ class Outer:
         mean_plain(self._group, mean, weights)
         return mean
 
-    def move(self, mean: torch.Tensor, span: Span) -> torch.Tensor:
-        """Move the anchor on by a mean way; returns what was taken from it."""
-        taken = mean
-        if self.momentum is not None:
-            momentum = self.momentum[slice(*span)]
-            momentum.mul_(self._sync.momentum).add_(mean)
-            taken = mean.add(momentum, alpha=self._sync.momentum).mul_(self._sync.lr)
-        self.anchor[slice(*span)].sub_(taken)
-        return taken
+    def move(self, mean: torch.Tensor, way: torch.Tensor, span: Span) -> torch.Tensor:
+        """Move the anchor on by a mean way; turn our own `way` into what brings our copy there, which is returned.
+
+        In parts that stay in the cache: most of the time this takes is memory's.
+        """
+        sync, at = self._sync, slice(*span)
+        momenta = self.momentum[at].split(CHUNK) if self.momentum is not None else [None] * len(mean.split(CHUNK))
+        for taken, own, anchor, momentum in zip(
+            mean.split(CHUNK), way.split(CHUNK), self.anchor[at].split(CHUNK), momenta, strict=True
+        ):
+            if momentum is not None:
+                momentum.mul_(sync.momentum).add_(taken)
+                taken.add_(momentum, alpha=sync.momentum).mul_(sync.lr)
+            anchor.sub_(taken)
+            own.sub_(taken)
+        return way
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What a resumed run needs besides the parameters: with "average" nothing, for the mean is all there is."""
@@ -97,13 +104,16 @@ class Code:
         start, stop = span
         places = [place for place in self._places if start <= place[0] < stop]
         first, last = places[0][2], places[-1][2] + round_up(places[-1][1], BLOCK)
-        padded = torch.zeros(last - first, device=way.device)
-        for at, size, to in places:
-            padded[to - first : to - first + size] = way[at - start : at - start + size]
-        mean_int8(self._group, padded, weights, self._rest[first:last], self._rest_of_mean[first:last])
+        rest = self._rest[first:last]
+        pairs = [
+            (slice(at - start, at - start + size), slice(to - first, to - first + size)) for at, size, to in places
+        ]
+        for here, there in pairs:
+            rest[there].add_(way[here])
+        padded = mean_int8(self._group, rest, weights, self._rest_of_mean[first:last])
         mean = torch.zeros_like(way)
-        for at, size, to in places:
-            mean[at - start : at - start + size] = padded[to - first : to - first + size]
+        for here, there in pairs:
+            mean[here] = padded[there]
         return mean
 
     def forget(self) -> None:
