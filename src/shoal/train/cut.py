@@ -35,7 +35,7 @@ class Slice:
         self._view(whole).copy_(part.unflatten(self.dim, (self.blocks, -1)))
 
     def _view(self, whole: torch.Tensor) -> torch.Tensor:
-        blocks: torch.Tensor = whole.unflatten(self.dim, (self.blocks, -1))  # type: ignore[no-untyped-call]
+        blocks: torch.Tensor = whole.unflatten(self.dim, (self.blocks, -1))
         return blocks.narrow(self.dim + 1, self.start, self.stop - self.start)
 
 
