@@ -84,14 +84,18 @@ class ChunkedOptimizer:
             if _may_fuse(optimizer, group):
                 group["fused"] = True
         optimizer.state.clear()
-        for chunk, gradient in zip(self._chunks, gradients, strict=True):
-            chunk.grad = gradient
+        self.use(gradients)
 
     def _fill_groups(self, numbers: range, *, with_witness: bool) -> None:
         """Let the optimizer's groups hold just these of the owned chunks."""
         for index, (group, witness) in enumerate(zip(self.optimizer.param_groups, self._witnesses, strict=True)):
             chunks = [self._chunks[number] for number in numbers if self._owned[number].group == index]
             group["params"] = [witness, *chunks] if with_witness else chunks
+
+    def use(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take these from now on, one for each chunk."""
+        for chunk, gradient in zip(self._chunks, gradients, strict=True):
+            chunk.grad = gradient
 
     def _places(self) -> Iterator[tuple[nn.Parameter, Chunk]]:
         return zip(self._chunks, self._owned, strict=True)

@@ -1,5 +1,6 @@
 """One flat buffer for all trainable parameters, cut into chunks that never depend on the number of workers."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -43,6 +44,14 @@ class FlatLayout:
         num = len(self.chunks)
         # Rank 0 owns a chunk even where there are fewer chunks than ranks.
         return self.chunks[-(-num * rank // size) : -(-num * (rank + 1) // size)]
+
+    def by_parameter(self) -> tuple[Chunk, ...]:
+        """One chunk for each parameter, for those who own everything and divide it with nobody."""
+        starts = [chunk.start for chunk in self.chunks]
+        return tuple(
+            Chunk(start=at, stop=at + size, group=self.chunks[bisect_right(starts, at) - 1].group)
+            for at, size in zip(self.offsets, self.sizes, strict=True)
+        )
 
     def dealt(self, rank: int, size: int) -> tuple[Chunk, ...]:
         """Another way to own chunks: one by one in turn, so that each rank has its part of any stretch of them."""

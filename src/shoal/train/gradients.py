@@ -18,12 +18,10 @@ class Gradients:
     `nodes` says which.
 
     `on_ready(elements)` is called while the last piece's backward goes on: everything before that offset is final.
-    `stalled` is how many seconds of the step it has waited for other workers: never, here. What comes is multiplied
-    by `scale`.
+    `stalled` is how many seconds of the step it has waited for other workers: never, here.
     """
 
     stalled = 0.0
-    scale = 1.0
 
     def __init__(
         self,
@@ -122,11 +120,9 @@ class Gradients:
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
             if self._adds:
-                self._target[index].add_(gradient, alpha=self.scale)
-            elif self.scale == 1.0:
-                self._target[index].copy_(gradient)
+                self._target[index].add_(gradient)
             else:
-                torch.mul(gradient, self.scale, out=self._target[index])
+                self._target[index].copy_(gradient)
             parameter.grad = None
             self._arrived[index] = 1
             if self._is_last and index == self._next:

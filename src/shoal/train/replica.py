@@ -19,7 +19,7 @@ class Replica:
 
     With a shared `allocate` all workers of a host see the same values and each owns a part; with a private one
     every worker owns everything. `is_source` marks the worker whose initial values count, `is_dealt` that chunks are
-    owned in turn and not in runs.
+    owned in turn and not in runs, `is_alone` that gradients are given to each `update`, one for each parameter.
     """
 
     def __init__(
@@ -32,6 +32,7 @@ class Replica:
         is_source: bool,
         ema_decay: float | None,
         is_dealt: bool = False,
+        is_alone: bool = False,
     ) -> None:
         self.flat = FlatModel(model, optimizer, allocate)
         self.flat.place(is_source=is_source)
@@ -41,6 +42,8 @@ class Replica:
         self.counted: list[dict[str, float]] = []
         layout = self.flat.layout
         self.owned: Sequence[Chunk] = (layout.dealt if is_dealt else layout.owned)(*owner)
+        if is_alone:
+            self.owned = layout.by_parameter()
         self.average = allocate(self.flat.layout.total, self.flat.dtype) if ema_decay is not None else None
         if self.average is not None and is_source:
             self.average.copy_(self.flat.values)
@@ -52,10 +55,14 @@ class Replica:
             else WholeOptimizer(optimizer, self.flat, self.gradient)
         )
 
-    def update(self) -> None:
-        """Apply `gradient` to the owned part."""
+    def update(self, gradients: Sequence[torch.Tensor] | None = None) -> None:
+        """Apply `gradient`, or those given, to the owned part."""
+        if gradients is not None:
+            self.optimizer.use(gradients)
         self.optimizer.step(self._allocate_state)
         self._follow(self.owned)
+        if gradients is not None:
+            self.optimizer.use([None] * len(gradients))  # their memory is free again
 
     def _allocate_state(self) -> torch.Tensor:
         return self._allocate(self.flat.layout.total, self.flat.dtype)

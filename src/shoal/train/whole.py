@@ -13,7 +13,12 @@ class WholeOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer, flat: FlatModel, gradient: torch.Tensor) -> None:
         self.optimizer = optimizer
         self._flat = flat
-        self._gradients = list(flat.views(gradient))
+        self._gradients: list[torch.Tensor | None] = list(flat.views(gradient))
+
+    def use(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take these from now on, flat, one for each parameter."""
+        pairs = zip(gradients, self._flat.parameters, strict=True)
+        self._gradients = [None if gradient is None else gradient.view(each.shape) for gradient, each in pairs]
 
     def step(self, allocate: Callable[[], torch.Tensor]) -> None:
         """State stays where the optimizer puts it."""

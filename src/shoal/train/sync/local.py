@@ -11,9 +11,7 @@ from torch import nn
 from shoal.comm.group import Group
 from shoal.spec.errors import UserError
 from shoal.spec.strategy import Local
-from shoal.train.gradients import Gradients
 from shoal.train.replica import Replica
-from shoal.train.summing import square_of
 from shoal.train.sync.across import Across
 from shoal.train.sync.local_flight import (
     NUM_COLUMNS,
@@ -27,10 +25,11 @@ from shoal.train.sync.local_flight import (
     Told,
     travel,
 )
+from shoal.train.sync.local_gradients import OwnGradients, scale
 from shoal.train.sync.local_outer import Outer
 from shoal.train.sync.local_rounds import Pace, Round, cut_fragments, first_round, next_round
 from shoal.train.sync.sync import Outcome, Row, Standing, Totals
-from shoal.train.sync.table import NotFinite, check_losses, checked_norm, not_finite
+from shoal.train.sync.table import NotFinite, check_losses, checked_norm
 from shoal.train.traits import ChangingBuffers
 
 LEAVE_SECONDS = 5.0
@@ -73,14 +72,13 @@ class LocalSync:
             owner=(0, 1),
             is_source=True,
             ema_decay=None,
+            is_alone=True,
         )
         flat = self.replica.flat
         group.broadcast(flat.values, root=source).wait()
         if ema_decay is not None:  # of what is agreed on, which an inner step does not change
             self.replica.average = flat.values.clone()
-        self.gradients = Gradients(
-            flat.parameters, flat.layout, [self.replica.gradient], exact=False, on_ready=lambda num_elements: None
-        )
+        self.gradients = OwnGradients(flat.parameters)
         self._spans = cut_fragments(flat.layout, sync.fragments)
         self._outer = Outer(sync, flat, group)
         self._loss = math.nan
@@ -107,29 +105,28 @@ class LocalSync:
     def open_batch(self) -> None:
         """The next forwards and backwards belong to one inner batch."""
         self._rows: Sequence[Row] = ()
-        self.gradients.begin(1, range(1))
-        self.gradients.scale = 1.0
+        self.gradients.begin()
 
     def post(self, rows: Sequence[Row], mine: range, standing: Standing) -> None:
         self._rows, self._standing = list(rows), standing
-        if len(rows) == 1 and rows[0].weight > 0 and self._across is None:
-            self.gradients.scale = 1.0 / rows[0].weight  # the only piece: divided on the way to its place, at no cost
         self._reach("posted")
 
     def learn(self) -> None:
         """Take an inner step. Raises NotFinite where loss or gradient is no number; nothing was changed then."""
-        self.gradients.end()
         weight = math.fsum(row.weight for row in self._rows)
+        gradients = self.gradients.take()
         try:
-            norm = self._gradient_norm(weight)
+            norm = self._normalize(gradients, weight)
         except NotFinite:
             self._num_bad += 1
             raise
+        finally:
+            self.gradients.detach()
         if weight <= 0:
             return
         if self._max_norm is not None and norm > self._max_norm:
-            self.replica.gradient.mul_(self._max_norm / norm)
-        self.replica.update()
+            scale(gradients, self._max_norm / norm)
+        self.replica.update(gradients)
         self._norm = norm
         self._weight += weight
         self._total += math.fsum(row.loss for row in self._rows)
@@ -139,27 +136,20 @@ class LocalSync:
         if self._buffers is not None:
             self._buffers.write(_mean_buffers(self._rows))
 
-    def _gradient_norm(self, weight: float) -> float:
-        """Of this copy's own gradient, which becomes a mean here."""
-        square = None
+    def _normalize(self, gradients: Sequence[torch.Tensor], weight: float) -> float:
+        """Make sums the mean of this copy's batch; returns its norm, of all parts together where it is cut."""
+        squares = scale(gradients, 1.0 / weight if weight > 0 else 0.0)
         if self._across is not None:  # before anything can raise, for all parts take part in it
-            square = self._across.square(self.replica.flat, self.replica.gradient)
+            named = zip(self.replica.flat.layout.names, squares, strict=True)
+            total = torch.tensor([math.fsum(each for name, each in named if self._across.counts(name))])
+            self._across.add(total)
+            squares = total.tolist()
         check_losses(self._rows)
-        if weight <= 0:
-            return 0.0
-        if self.gradients.scale == 1.0:
-            self.replica.gradient.mul_(1.0 / weight)
-        squares = [square / weight**2] if square is not None else self._squares()
-        return checked_norm(squares, self._find_not_finite)
+        return checked_norm(squares, lambda index: self._find_not_finite(gradients)) if weight > 0 else 0.0
 
-    def _squares(self) -> list[float]:
-        return list(torch.stack([square_of(chunk) for chunk in self.replica.gradients]).tolist())
-
-    def _find_not_finite(self, index: int) -> list[str]:
-        if self._across is not None:
-            views = self.replica.flat.named(self.replica.gradient)
-            return [name for name, view in views if not view.isfinite().all()] or ["another part of the model"]
-        return not_finite(self.replica.flat.layout, index, self.replica.gradients[index])
+    def _find_not_finite(self, gradients: Sequence[torch.Tensor]) -> list[str]:
+        named = zip(self.replica.flat.layout.names, gradients, strict=True)
+        return [name for name, each in named if not each.isfinite().all()] or ["another part of the model"]
 
     def finish(self) -> Outcome:
         """The step is over for this copy. At the end of a round, and when it is due, see to what travels."""
