@@ -80,6 +80,7 @@ def test_two_stages_without_exact_mode(two: Results, alone: Results) -> None:
     check_close(two["bf16"], alone["bf16"], 1e-2)
 
 
+@pytest.mark.slow
 def test_three_stages_give_the_same_bits(folder: Path, alone: Results) -> None:
     assert run(3, folder / "three", 0)["exact"] == alone["exact"]
 

@@ -125,6 +125,7 @@ def test_two_copies_of_two_parts_and_every_way_to_train(alone, tmp_path):
         assert_same(found, one, BF16_TOLERANCE if "precision" in config else TOLERANCE)
 
 
+@pytest.mark.slow
 def test_four_workers_hold_one_copy(alone, tmp_path):
     chosen = [0, 1, 2]
     for index, found in zip(chosen, run(4, tmp_path, with_split([PLAIN[i] for i in chosen], 4)), strict=True):

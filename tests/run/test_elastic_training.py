@@ -55,7 +55,7 @@ def kills_at_every_point() -> Faults:
     return faults
 
 
-@pytest.mark.parametrize(("job", "transport"), [("adamw", "shm"), ("sgd", "tcp")])
+@pytest.mark.parametrize(("job", "transport"), [("adamw", "shm"), pytest.param("sgd", "tcp", marks=pytest.mark.slow)])
 def test_killed_at_every_point_of_a_step(clean, job, transport):
     faults = kills_at_every_point()
     run = run_job(faults, job, "2:3", transport)
