@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 
 import torch
 import torch.nn.functional as F
@@ -115,22 +116,47 @@ def go_on(steps, settings, folder, source):
 
 
 def hold(settings):
-    """Train a model of 16 MiB and say how much memory this worker has then, in KiB, shared pages counted once."""
+    """Train a model of 64 MiB; the most memory this worker had in steps, in MiB, without what libraries take."""
+    with shoal.Trainer(  # so that all that is imported has been
+        small := nn.Linear(4, 4),
+        lambda model, x: model(x).sum(),
+        torch.optim.AdamW(small.parameters()),
+        torch.zeros(8, 4),
+        batch_size=8,
+        **settings,
+    ) as trainer:
+        trainer.fit(steps=1)
+    before = own_mib()
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(16)))
-    data = torch.randn(64, 512)
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16)))
     trainer = shoal.Trainer(
         model,
         lambda model, x: F.mse_loss(model(x), x),
         torch.optim.AdamW(model.parameters(), lr=1e-3),
-        data,
+        torch.randn(128, 1024),
         batch_size=16,
         balance=False,
         **settings,
     )
+    samples, is_over = [0.0], threading.Event()
+
+    def sample():
+        while not is_over.wait(0.002):
+            samples.append(own_mib())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
     for batch in trainer:
         trainer.step(batch)
-    with open("/proc/self/smaps_rollup") as file:
-        kib = next(int(line.split()[1]) for line in file if line.startswith("Pss:"))
+        if trainer.place.step == 6:
+            break
+    is_over.set()
+    thread.join()
     trainer.close()
-    return kib
+    return max(samples) - before
+
+
+def own_mib():
+    """What this process has to itself, and its part of what it shares with other workers; no code."""
+    with open("/proc/self/smaps_rollup") as file:
+        return sum(int(line.split()[1]) for line in file if line.startswith(("Pss_Anon:", "Pss_Shmem:"))) / 1024

@@ -11,6 +11,7 @@ from shoal.comm.shm import ShmGroup
 from shoal.spec.errors import UserError
 from shoal.spec.strategy import Sharded
 from shoal.train.chunked import ELEMENTWISE, is_elementwise
+from shoal.train.freed import give_back, give_back_at_once
 from shoal.train.homes import choose_blocks
 from shoal.train.sync.across import Across
 from shoal.train.sync.sharded_host import HostShardedSync
@@ -39,12 +40,27 @@ def make_sharded(
     state anyhow, and each updates its part of it.
     """
     check_sharded(wanted, optimizer, is_elastic=keywords["is_elastic"])
+    sync = _make(wanted, group, model, optimizer, across, homes, keywords)
+    give_back()
+    return sync
+
+
+def _make(
+    wanted: Sharded,
+    group: Group,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    across: Across | None,
+    homes: Mapping[str, Sequence[str]] | None,
+    keywords: Mapping[str, Any],
+) -> Sync:
     if isinstance(group, ShmGroup) and across is None:
         if wanted.level == "optimizer":
             return SharedMemorySync(group, model, optimizer, **keywords)
         _check_not_exact(wanted, keywords["exact"], "sync=shoal.sharded('optimizer')")
         return HostShardedSync(group, model, optimizer, **_without_special(keywords))
     _check_not_exact(wanted, keywords["exact"], "sync=shoal.all_reduce()")
+    give_back_at_once()
     blocks = find_blocks(model, homes) if wanted.level == "parameters" and homes is not None else None
     return MessageShardedSync(
         group, model, optimizer, level=wanted.level, blocks=blocks, across=across, **_without_special(keywords)

@@ -15,6 +15,10 @@ BUCKET_ELEMENTS = 2**20
 """Parameters that need not come and go with a module travel in buckets of this size."""
 
 
+MOST_UNDER_WAY = 2
+"""Units that travel at a time, besides the one that is being sent: transports may make copies of each."""
+
+
 class Shards:
     """This worker's part of the parameters, of their gradient, of the optimizer's state and of the moving average.
 
@@ -41,7 +45,7 @@ class Shards:
         self._nothing = torch.full((), torch.nan, dtype=self.flat.dtype, device=self._device)
         num_kept = sum(unit.part for unit in self.units)
         self.gradient = self._make(num_kept)
-        self.wholes = [self._make(unit.size) for unit in self.units]
+        self.wholes = [self._make_whole(unit) for unit in self.units]
         # Where all parameters are here, what is kept of them is a part of those.
         self._kept = self._make(0 if self.is_resident else num_kept)
         self.flat.values = self.wholes[0] if self.is_resident else self._kept
@@ -73,12 +77,19 @@ class Shards:
             found.setdefault(home[layout.names[index]], []).append(index)
         return list(found.items())
 
+    def _make_whole(self, unit: Unit) -> torch.Tensor:
+        whole = self._make(unit.size)
+        if not self.is_resident:
+            whole.untyped_storage().resize_(0)
+        return whole
+
     def _make(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=self.flat.dtype, device=self._device)
 
     def _place(self, unit: Unit, source: int) -> None:
         """Move a unit's parameters into its buffer, with the source's values."""
         whole = self.wholes[unit.number]
+        whole.untyped_storage().resize_(whole.numel() * whole.element_size())
         if self._group.rank == source:
             for index, view in self.views(unit, whole):
                 view.copy_(self.flat.parameters[index].detach())
@@ -171,11 +182,14 @@ class Shards:
 
     def spread(self) -> None:
         """Give everybody what this worker has updated, where all have all parameters."""
-        if self.is_resident:
-            units = [unit for unit in self.units if unit.size]
-            work = [self._group.all_gather(self.wholes[unit.number], self.mine(unit)) for unit in units]
-            for each in work:
-                each.wait()
+        under_way: list[Work] = []
+        for unit in self.units if self.is_resident else ():
+            if unit.size:
+                under_way.append(self._group.all_gather(self.wholes[unit.number], self.mine(unit)))
+            while len(under_way) > MOST_UNDER_WAY:
+                under_way.pop(0).wait()
+        for work in under_way:
+            work.wait()
 
     def show(self, *, is_average: bool) -> None:
         """Let the model see the moving average, or its parameters again. All members call it together."""

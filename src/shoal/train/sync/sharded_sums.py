@@ -7,12 +7,9 @@ import torch
 
 from shoal.comm.group import Group, Op, Work
 from shoal.train.sync.sharded_blocks import DROP, FETCH, SUM, Act, Blocks, Tape
-from shoal.train.sync.sharded_state import Shards
+from shoal.train.sync.sharded_state import MOST_UNDER_WAY, Shards
 from shoal.train.sync.sharded_units import Unit
 from shoal.train.tree import Node
-
-MOST_UNDER_WAY = 2
-"""Sums that travel at a time: each holds the gradient of a whole unit."""
 
 
 class UnitGradients:
