@@ -79,6 +79,7 @@ def test_two_workers_do_what_the_simulation_does(number, two):
     check(two[number], TWO[number], 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_three_workers_do_what_the_simulation_does(number, three):
     check(three[number], THREE[number], 3)
@@ -98,6 +99,7 @@ def test_agreeing_after_every_step_is_training_together(two, tmp_path):
     assert distance(two[0][0], together[0]) < 2e-5
 
 
+@pytest.mark.slow
 def test_eight_bits_stay_near_the_whole_numbers(three):
     """With three workers what travels is rounded twice. 52 steps in 13 rounds move parameters by up to 0.5."""
     coded, plain = three[2][0], three[3][0]

@@ -85,6 +85,7 @@ def test_three_stages_give_the_same_bits(folder: Path, alone: Results) -> None:
     assert run(3, folder / "three", 0)["exact"] == alone["exact"]
 
 
+@pytest.mark.slow
 def test_checkpoints_and_two_copies_of_two_stages(two: Results, folder: Path, alone: Results) -> None:
     """Four steps in two stages, four in one process, four in two copies of two stages: as twelve in one process.
 

@@ -47,7 +47,7 @@ def check(found, expected):
     ("num_workers", "ways", "kinds"),
     [
         (2, [HOST], KINDS),
-        (2, MESSAGES, KINDS),
+        pytest.param(2, MESSAGES, KINDS, marks=pytest.mark.slow),
         pytest.param(3, [HOST, *MESSAGES], KINDS, marks=pytest.mark.slow),
     ],
 )
@@ -65,6 +65,7 @@ def test_on_one_host_the_bits_are_those_of_all_reduce(tmp_path):
     assert len(set(digests)) == 1
 
 
+@pytest.mark.slow
 def test_small_pieces_in_bf16_with_a_moving_average(tmp_path):
     """Micro-batches, of which copies have different numbers, autocast, and an average that is divided, too.
 

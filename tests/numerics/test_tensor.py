@@ -117,6 +117,7 @@ def test_two_workers_hold_one_copy(alone, tmp_path):
         assert_same(found, one)
 
 
+@pytest.mark.slow
 def test_two_copies_of_two_parts_and_every_way_to_train(alone, tmp_path):
     configs = [*PLAIN[:2], *VARIANTS[:-1]]
     expected = [*alone[:2], *alone[len(PLAIN) : -1]]
@@ -133,6 +134,7 @@ def test_four_workers_hold_one_copy(alone, tmp_path):
         assert_same(found, alone[index])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_from_two_parts_to_one_to_four_and_back(alone, tmp_path):
     """Nothing is lost or changed on the way, to the last bit; and training goes on as if it had never been cut."""
     last, saved, losses = None, None, []
