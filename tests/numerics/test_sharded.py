@@ -31,7 +31,7 @@ def run(num_workers, folder, configs, function=sharding.train_all):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    found = run(1, tmp_path_factory.mktemp("alone"), [{"kind": kind} for kind in KINDS])
+    found = run(1, tmp_path_factory.mktemp("alone"), [{"kind": kind, "shards": 4} for kind in KINDS])
     return dict(zip(KINDS, found, strict=True))
 
 
@@ -52,7 +52,7 @@ def check(found, expected):
     ],
 )
 def test_52_steps_are_those_of_one_process(num_workers, ways, kinds, alone, tmp_path):
-    configs = [{"kind": kind, "shares": SHARES, **way} for way in ways for kind in kinds]
+    configs = [{"kind": kind, "shares": SHARES, "shards": 4, **way} for way in ways for kind in kinds]
     for config, found in zip(configs, run(num_workers, tmp_path, configs), strict=True):
         check(found, alone[config["kind"]])
 
