@@ -135,7 +135,8 @@ def run(spec: Mapping[str, Any], rate_mbit: float | None) -> list[Any]:
         ]
         outputs = [worker.communicate(timeout=SECONDS)[0] for worker in workers]
         if any(worker.returncode for worker in workers):
-            raise RuntimeError(f"a worker failed: {spec}")
+            codes = [worker.returncode for worker in workers]
+            raise RuntimeError(f"a worker failed ({codes}): {spec}")
         return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
