@@ -61,6 +61,7 @@ def check_close(found: list[Any], expected: list[Any], tolerance: float) -> None
         assert answers == pytest.approx(more, rel=100 * tolerance, abs=100 * tolerance)
 
 
+@pytest.mark.slow
 def test_two_stages_give_the_same_bits(two: Results, alone: Results) -> None:
     """After 50 steps of AdamW with dropout and batch statistics; through shared memory and through sockets."""
     assert two["exact"] == alone["exact"]
@@ -68,6 +69,7 @@ def test_two_stages_give_the_same_bits(two: Results, alone: Results) -> None:
     assert two["exact over sockets"] == alone["exact"][2:]
 
 
+@pytest.mark.slow
 def test_two_stages_without_exact_mode(two: Results, alone: Results) -> None:
     """Sums are taken in another order: over micro-batches, and of the norm stage by stage.
 

@@ -47,16 +47,18 @@ def check(found, expected):
     ("num_workers", "ways", "kinds"),
     [
         (2, [HOST], KINDS),
-        pytest.param(2, MESSAGES, KINDS, marks=pytest.mark.slow),
-        pytest.param(3, [HOST, *MESSAGES], KINDS, marks=pytest.mark.slow),
+        (2, MESSAGES, KINDS),
+        (3, [HOST, *MESSAGES], KINDS),
     ],
 )
+@pytest.mark.slow
 def test_52_steps_are_those_of_one_process(num_workers, ways, kinds, alone, tmp_path):
     configs = [{"kind": kind, "shares": SHARES, "shards": 4, **way} for way in ways for kind in kinds]
     for config, found in zip(configs, run(num_workers, tmp_path, configs), strict=True):
         check(found, alone[config["kind"]])
 
 
+@pytest.mark.slow
 def test_on_one_host_the_bits_are_those_of_all_reduce(tmp_path):
     """Where each worker has one piece of a step, the same sums are taken in the same order; all levels are one."""
     plain = {"kind": "mlp", "steps": 6}
@@ -82,6 +84,7 @@ def test_small_pieces_in_bf16_with_a_moving_average(tmp_path):
             assert other[2] == pytest.approx(expected[2], rel=0, abs=2e-3)
 
 
+@pytest.mark.slow
 def test_a_short_step_in_which_some_have_nothing_to_do(tmp_path):
     """The last step of an epoch has one sample; before, who had none added its gradient of the step before again."""
     (expected,) = train_short([{}])
@@ -113,6 +116,7 @@ def train_short(configs):
     return results
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_cell_goes_on_in_any_other(tmp_path):
     """Parameters over 3 workers by messages, then gradients over 2 in memory, then one process."""
     cells = [(3, MESSAGES[2]), (2, HOST), (2, MESSAGES[1]), (1, {})]

@@ -111,6 +111,7 @@ def with_split(configs, size):
     return [{**config, "split": shoal.tensor(size)} for config in configs]
 
 
+@pytest.mark.slow
 def test_two_workers_hold_one_copy(alone, tmp_path):
     for config, found, one in zip(PLAIN, run(2, tmp_path, with_split(PLAIN, 2)), alone, strict=False):
         print(config)

@@ -25,7 +25,7 @@ def run_quickly(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         ("launch", "first step s"),
         ("pipeline", "ms a step"),
         ("task_map", "sleep s"),
-        ("tensor", "ms a step"),
+        pytest.param("tensor", "ms a step", marks=pytest.mark.slow),
     ],
 )
 def test_a_benchmark_runs(

@@ -84,6 +84,7 @@ def test_a_disk_that_fills_up_and_is_well_again(box: Box):
 
 
 @needs("strace")
+@pytest.mark.slow
 def test_a_disk_that_reports_errors_at_every_save(box: Box):
     """The last fsync of every save fails. The run ends, says what is missing, and counts as failed."""
     script, run = box.write("train.py", SCRIPT), box.folder / "run"

@@ -194,6 +194,7 @@ def test_a_loss_long_before_does_not_hide_the_mistake(run: Run) -> None:
     assert "SIGKILL." not in told
 
 
+@pytest.mark.slow
 def test_workers_that_die_again_and_again_end_the_run(box: Box) -> None:
     box.write("die.py", "import os, time\ntime.sleep(0.05)\nos.kill(os.getpid(), 9)")
     done = box.run("run", "-n", "1:1", "-o", "engine.spares=0", "die.py")

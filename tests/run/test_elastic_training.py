@@ -108,6 +108,7 @@ def test_two_killed_at_once_and_two_while_others_join(clean):
     assert Path(run.run_dir, "died-making room").exists()
 
 
+@pytest.mark.slow
 def test_too_few_wait_for_a_replacement_also_with_a_second_trainer(clean):
     faults = Faults().kill(rank=1, step=8, at="updating").kill(rank=0, step=30, at="posted")
     run = run_job(faults, "two", "2:2")

@@ -58,7 +58,7 @@ def test_a_sum_takes_as_long_as_the_link_needs(start):
     assert all(0.8 * needed < word["seconds"] < 3 * needed for word in sums), sums
 
 
-@pytest.mark.parametrize("how", ["partition", "unplug"])
+@pytest.mark.parametrize("how", [pytest.param("partition", marks=pytest.mark.slow), "unplug"])
 def test_a_host_that_is_cut_off_is_named_in_time(start, how):
     with rigs.hosts(3) as hosts:
         members = start(hosts)

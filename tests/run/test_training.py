@@ -223,7 +223,7 @@ def use_model(num_samples):
         return found, predicted.tolist(), [part.tolist() for part in pair]
 
 
-@pytest.mark.parametrize("num_samples", [1, 37])
+@pytest.mark.parametrize("num_samples", [pytest.param(1, marks=pytest.mark.slow), 37])
 def test_evaluation_and_prediction_do_not_depend_on_the_workers(num_samples, tmp_path):
     one, *_ = shoal.launch(use_model, 1, (num_samples,), run_dir=str(tmp_path / "one"), is_quiet=True)
     for found in shoal.launch(use_model, 3, (num_samples,), run_dir=str(tmp_path / "three"), is_quiet=True):

@@ -37,8 +37,9 @@ class Fault:
     """One fault. It strikes once in a run, also when its worker is replaced or the run is resumed.
 
     It strikes the worker `rank`, in `step` (they count from zero) or at the first point it reaches `after_seconds` of
-    the run. In a map, `step` is the number of an item, and with `rank` None it strikes whoever has that item. `incarnation` 0 is the first process of that rank, 1 its replacement. None is whoever has the rank: then
-    a fault whose step has passed while nobody was there strikes as soon as somebody is.
+    the run. In a map, `step` is the number of an item, and with `rank` None it strikes whoever has that item.
+    `incarnation` 0 is the first process of that rank, 1 its replacement. None is whoever has the rank: then a fault
+    whose step has passed while nobody was there strikes as soon as somebody is.
 
     `seconds` is how long it lasts; None is until somebody ends it. `steps` is over how many steps in a row. Raises
     UserError where this makes no sense.

@@ -197,9 +197,7 @@ def diloco(
     every: int | None = None, *, seconds: float | None = None, fragments: int = 1, overlap: int | None = None
 ) -> Local:
     """Local steps with Nesterov momentum between agreements, and int8 on the way: for slow links."""
-    return Local(
-        every=every, seconds=seconds, outer="nesterov", codec="int8", fragments=fragments, overlap=overlap
-    )
+    return Local(every=every, seconds=seconds, outer="nesterov", codec="int8", fragments=fragments, overlap=overlap)
 
 
 def tensor(size: int, *, plan: Mapping[str, str] | None = None) -> Split:
