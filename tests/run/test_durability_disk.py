@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+import pytest
 from launching import SHOAL, Box, box
 
 from shoal.checkpoint.store import FolderStore
