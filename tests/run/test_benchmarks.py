@@ -20,9 +20,9 @@ def run_quickly(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     [
         ("bookkeeping", "measured"),
         ("commands", "cpu ms"),
-        ("data_parallel", "ms a step"),
-        ("exact", "cost"),
-        ("launch", "first step s"),
+        pytest.param("data_parallel", "ms a step", marks=pytest.mark.slow),
+        pytest.param("exact", "cost", marks=pytest.mark.slow),
+        pytest.param("launch", "first step s", marks=pytest.mark.slow),
         ("pipeline", "ms a step"),
         ("task_map", "sleep s"),
         pytest.param("tensor", "ms a step", marks=pytest.mark.slow),
