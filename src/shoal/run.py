@@ -82,14 +82,7 @@ def launch(
     from shoal.engine.call import CallFiles, name_of, pack_call
 
     _check_launch(function, num_workers)
-    job = Job(
-        script=f"<{name_of(function)}>",
-        num_workers=num_workers,
-        threads_per_worker=threads_per_worker,
-        env=dict(env or {}),
-        working_dir=os.getcwd(),
-    )
-    check_memory(num_workers, TORCH_WORKER_BYTES if "torch" in sys.modules else PLAIN_WORKER_BYTES, job.options)
+    job = job_of(function, num_workers, threads_per_worker, env)
     keep = Keep(dir=run_dir, command=("shoal.launch", name_of(function)))
     with CallFiles(pack_call(function, args, kwargs or {}), num_workers) as files:
         inherit = {rank: files.fds_of(rank) for rank in range(num_workers)}
@@ -98,6 +91,23 @@ def launch(
         if outcome.failures:
             raise _remote_error(outcome)
         return [files.read_result(rank) for rank in range(num_workers)]
+
+
+def job_of(
+    function: Callable[..., Any], num_workers: int, threads_per_worker: int | None, env: Mapping[str, str] | None
+) -> Job:
+    """The job of calling a function in so many workers. Raises UserError where the memory is not enough for them."""
+    from shoal.engine.call import name_of
+
+    job = Job(
+        script=f"<{name_of(function)}>",
+        num_workers=num_workers,
+        threads_per_worker=threads_per_worker,
+        env=dict(env or {}),
+        working_dir=os.getcwd(),
+    )
+    check_memory(num_workers, TORCH_WORKER_BYTES if "torch" in sys.modules else PLAIN_WORKER_BYTES, job.options)
+    return job
 
 
 def _check_launch(function: Callable[..., Any], num_workers: int) -> None:

@@ -1,6 +1,5 @@
 """Wiring: `shoal.map`, from items to results, through workers that may come and go."""
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -9,9 +8,8 @@ from typing import Any, Literal, TypeVar, overload
 
 from shoal.engine.call import name_of, pack_call
 from shoal.engine.env import is_loading_call
-from shoal.engine.fit import PLAIN_WORKER_BYTES, TORCH_WORKER_BYTES, check_memory
 from shoal.engine.machine import available_cores
-from shoal.run import Keep, note_end, open_folder
+from shoal.run import Keep, job_of, note_end, open_folder
 from shoal.spec.errors import UserError
 from shoal.spec.job import Job
 from shoal.spec.where import place_of
@@ -93,14 +91,7 @@ def map(
     order = Order(function=function, retries=retries, timeout_seconds=timeout_seconds, on_error=on_error)
     source = _check(order, items, workers)
     workers = workers or available_cores()
-    job = Job(
-        script=f"<{name_of(function)}>",
-        num_workers=workers,
-        threads_per_worker=threads_per_worker,
-        env=dict(env or {}),
-        working_dir=os.getcwd(),
-    )
-    check_memory(workers, TORCH_WORKER_BYTES if "torch" in sys.modules else PLAIN_WORKER_BYTES, job.options)
+    job = job_of(function, workers, threads_per_worker, env)
     total = len(items) if isinstance(items, Sized) else None
     keep = Keep(dir=run_dir, command=("shoal.map", name_of(function)))
     results = _results(order, source, total, job, keep, is_lazy=is_lazy, is_quiet=is_quiet, call=_pack(function))

@@ -68,6 +68,22 @@ def next_token_loss(model, rows):
     return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
 
+def divide(trainer, shares):
+    """Give the workers these shares of each step."""
+    trainer._course.schedule = Schedule(trainer.ledger.num_shards, shares[: trainer.world_size])
+
+
+def run_until(trainer, steps):
+    """Train in a loop of one's own, over epochs, up to that step: the losses."""
+    losses = []
+    while trainer.place.step < steps:
+        for batch in trainer:
+            losses.append(trainer.step(batch))
+            if trainer.place.step >= steps:
+                break
+    return losses
+
+
 def train(kinds=("mlp", "cnn", "gpt"), steps=12, shares=None, optimizer=torch.optim.AdamW, **settings):
     """Train each kind on 200 samples in batches of 48, the last short: {kind: (digest, losses, parameters)}."""
     results = {}
@@ -76,13 +92,8 @@ def train(kinds=("mlp", "cnn", "gpt"), steps=12, shares=None, optimizer=torch.op
         chosen = optimizer(model.parameters(), lr=0.01)
         trainer = shoal.Trainer(model, loss, chosen, data, batch_size=48, balance=False, max_norm=1.0, **settings)
         if shares is not None:
-            trainer._schedule = Schedule(trainer.ledger.num_shards, shares[: trainer.world_size])
-        losses = []
-        while trainer.place.step < steps:
-            for batch in trainer:
-                losses.append(trainer.step(batch))
-                if trainer.place.step >= steps:
-                    break
+            divide(trainer, shares)
+        losses = run_until(trainer, steps)
         parameters = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).double().tolist()
         results[kind] = trainer.digest(), losses, parameters
         trainer.close()

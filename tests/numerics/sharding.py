@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shoal
-from shoal.data.shares import Schedule
 from tests.numerics import models
 
 
@@ -21,13 +20,8 @@ def train(kind="mlp", steps=52, shares=None, optimizer=torch.optim.SGD, lr=0.02,
         model, loss, optimizer(groups_of(model), lr=lr), data, batch_size=48, balance=False, max_norm=1.0, **settings
     )
     if shares is not None:
-        trainer._course.schedule = Schedule(trainer.ledger.num_shards, shares[: trainer.world_size])
-    losses = []
-    while trainer.place.step < steps:
-        for batch in trainer:
-            losses.append(trainer.step(batch))
-            if trainer.place.step >= steps:
-                break
+        models.divide(trainer, shares)
+    losses = models.run_until(trainer, steps)
     measured = trainer.evaluate(data)["loss"]  # the loop was left early; from here on the model is whole again
     parameters = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).double().tolist()
     answers = trainer.predict(data)[:2].double().reshape(-1).tolist()

@@ -40,12 +40,7 @@ def train(kind, steps=50, split=None, adam=False, saved_in=None, **settings):
         model, loss, optimizer, data, batch_size=24, shards=4, split=split, resume=saved_in is not None, **settings
     )
     first = trainer.digest()
-    losses = []
-    while trainer.place.step < steps:
-        for batch in trainer:
-            losses.append(trainer.step(batch))
-            if trainer.place.step >= steps:
-                break
+    losses = models.run_until(trainer, steps)
     trainer.save(wait=True)
     held = trainer._team.cut.held if split else {}
     kept = [value for name, value in model.state_dict().items() if name not in held]

@@ -69,6 +69,14 @@ def test_after_three_in_a_row_the_run_goes_back_and_comes_to_the_same_end(script
     assert {event.step for event in done.of("resumed")} == {4}
 
 
+def test_going_back_does_not_meet_the_shares_of_later_steps(script: str) -> None:
+    """The slow worker was given less in steps that are made a second time: they are planned anew."""
+    done = run(Faults().slow(rank=1, step=0, seconds=0.04, steps=14).nan(rank=1, step=10, steps=3), script, "run")
+    assert done.exit_code == 0
+    assert {event.step for event in done.of("resumed")} == {8}
+    assert done.of("rebalanced")
+
+
 def test_data_that_stays_bad_ends_the_run_with_its_samples(script: str) -> None:
     Path(script).write_text(SCRIPT.replace("b[1]).square()", "b[1].log()).square()"))
     done = run(Faults(), script, "run")

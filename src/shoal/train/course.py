@@ -172,14 +172,18 @@ class Course:
     def settle_in(self) -> None:
         """The World is another: shares begin anew, and what was loaded ahead is for other shards."""
         team, generation = self._team, self._team.world.generation if self._team.world is not None else 0
-        self.schedule = self._equal_shares()
-        self.speed.clear()
+        self._plan_anew()
         self._route.recorder.enter(generation, team.size, is_lead=team.rank == 0)
         if self._route.store is not None and team.is_elastic and team.rank == 0:
             self._route.store.fence(self._first_generation + generation, wait=False)
+        self.show_average(self.is_averaged)
+
+    def _plan_anew(self) -> None:
+        """From here on nothing is planned yet, and what was loaded ahead is of no use."""
+        self.schedule = self._equal_shares()
+        self.speed.clear()
         if self.feed is not None:
             self.feed.drop()
-        self.show_average(self.is_averaged)
 
     def show_average(self, is_average: bool) -> None:
         """Let the model have the moving average of its parameters, or its own again."""
@@ -313,11 +317,10 @@ class Course:
         sync.replica.restore(tensors, counts)
         if isinstance(sync, LocalSync):
             sync.restart(tensors)
-        sync.barrier()
+        self._team.copies.barrier()
         self.place = place
         self.saved_step = place.step
-        if self.feed is not None:
-            self.feed.drop()
+        self._plan_anew()
         if self._team.rank == 0:
             recorder.event("resumed", place.step, path=str(loaded.path), position=place.position)
 

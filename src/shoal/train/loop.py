@@ -229,11 +229,13 @@ class Trainer:
         self._num_steps = setup.last_step(self.ledger, stop_epoch, stop_step)
 
         def start(place: Place) -> Loader:
+            schedule = self._course.schedule  # a loader that is on its way out does not plan with the next one
+            copy = self._team.copy
             return load_steps(
                 self._source,
                 self.ledger,
                 place,
-                lambda step: self._course.schedule.at(step)[self._team.copy],
+                lambda step: schedule.at(step)[copy],
                 merge=self._merges,
                 max_piece=self._largest_piece(),
                 stop_step=stop_step,

@@ -153,3 +153,19 @@ class Replica:
 
     def assemble(self) -> None:
         """The model always has all its parameters."""
+
+
+def own_replica(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, ema_decay: float | None, is_alone: bool = False
+) -> Replica:
+    """One that shares nothing with anybody: this worker owns all of it."""
+    device = next(model.parameters()).device
+    return Replica(
+        model,
+        optimizer,
+        allocate=lambda size, dtype: torch.zeros(size, dtype=dtype, device=device),
+        owner=(0, 1),
+        is_source=True,
+        ema_decay=ema_decay,
+        is_alone=is_alone,
+    )

@@ -11,7 +11,7 @@ from torch import nn
 from shoal.comm.group import Group
 from shoal.spec.errors import UserError
 from shoal.spec.strategy import Local
-from shoal.train.replica import Replica
+from shoal.train.replica import own_replica
 from shoal.train.sync.across import Across
 from shoal.train.sync.local_flight import (
     NUM_COLUMNS,
@@ -64,16 +64,7 @@ class LocalSync:
         self._group, self._sync, self._across = group, sync, across
         self._max_norm, self._decay, self._reach = max_norm, ema_decay, reach
         self._buffers = buffers if buffers else None
-        device = next(model.parameters()).device
-        self.replica = Replica(
-            model,
-            optimizer,
-            allocate=lambda size, dtype: torch.zeros(size, dtype=dtype, device=device),
-            owner=(0, 1),
-            is_source=True,
-            ema_decay=None,
-            is_alone=True,
-        )
+        self.replica = own_replica(model, optimizer, ema_decay=None, is_alone=True)
         flat = self.replica.flat
         group.broadcast(flat.values, root=source).wait()
         if ema_decay is not None:  # of what is agreed on, which an inner step does not change
@@ -316,9 +307,6 @@ class LocalSync:
 
     def checksum(self, step: int) -> int:
         return 0
-
-    def barrier(self) -> None:
-        self._group.barrier()
 
     def detach(self) -> None:
         self.gradients.detach()

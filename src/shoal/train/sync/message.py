@@ -12,7 +12,7 @@ from shoal.elastic.commit import Report, outcome_of
 from shoal.train import tree
 from shoal.train.divergence import checksum_of
 from shoal.train.gradients import Gradients
-from shoal.train.replica import Replica
+from shoal.train.replica import own_replica
 from shoal.train.summing import StepSum, square_of
 from shoal.train.sync.across import Across
 from shoal.train.sync.sync import Outcome, Row, Standing, Totals
@@ -54,15 +54,7 @@ class MessageSync:
         self._group = group
         self._exact = exact
         self._max_norm = max_norm
-        device = next(model.parameters()).device
-        self.replica = Replica(
-            model,
-            optimizer,
-            allocate=lambda size, dtype: torch.zeros(size, dtype=dtype, device=device),
-            owner=(0, 1),
-            is_source=True,
-            ema_decay=ema_decay,
-        )
+        self.replica = own_replica(model, optimizer, ema_decay=ema_decay)
         group.broadcast(self.replica.flat.values, root=source).wait()
         layout = self.replica.flat.layout
         self._total = layout.total
@@ -191,9 +183,6 @@ class MessageSync:
 
     def checksum(self, step: int) -> int:
         return checksum_of(self.replica.flat.values, step)
-
-    def barrier(self) -> None:
-        self._group.barrier()
 
     def detach(self) -> None:
         self.gradients.detach()

@@ -2,19 +2,18 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from shoal.comm.shm import ShmGroup
-from shoal.spec.errors import UserError
 from shoal.train.replica import Replica
 from shoal.train.summing import square_of
 from shoal.train.sync.sharded_ring import BUCKET_ELEMENTS, Ring, StreamGradients
 from shoal.train.sync.sharded_route import Route, first_order, plan_route
 from shoal.train.sync.sync import Outcome, Row, Standing
-from shoal.train.sync.table import NotFinite, StepTable, checked_norm, not_finite
+from shoal.train.sync.table import NotFinite, StepTable, checked_norm, look, not_finite
 
 T = TypeVar("T")
 
@@ -92,13 +91,13 @@ class HostShardedSync:
         before = self._ring.waited
         self._ring.drain()
         self._ring.wait(POSTED, self._turn)
-        totals = self._look(self._table.read, self._num_shards)
+        totals = look(self._group, self._table.read, self._num_shards)
         self._scale(1.0 / totals.weight)
         self._tell_order()
         self._group.signal(SUMMED, self._turn)
         self._reach("summed")
         self._ring.wait(SUMMED, self._turn)
-        norm = self._look(checked_norm, self._squares.tolist(), self._find_not_finite)
+        norm = look(self._group, checked_norm, self._squares.tolist(), self._find_not_finite)
         if self._max_norm is not None and norm > self._max_norm:
             self.replica.gradient.mul_(self._max_norm / norm)
         self._reach("updating")
@@ -136,14 +135,6 @@ class HostShardedSync:
             rest = [index for index in self.gradients.route.order if index not in set(came)]
             self._arrived.copy_(torch.tensor([*came, *rest]))
 
-    def _look(self, read: Callable[..., T], *args: Any) -> T:
-        """Read what all share. Where it raises it does so on all ranks; none goes on before all have looked."""
-        try:
-            return read(*args)
-        except UserError:
-            self._group.barrier()
-            raise
-
     def agree(self) -> None:
         """All have the same parameters after every step."""
 
@@ -157,9 +148,6 @@ class HostShardedSync:
 
     def checksum(self, step: int) -> int:
         return 0
-
-    def barrier(self) -> None:
-        self._group.barrier()
 
     def detach(self) -> None:
         self.gradients.detach()

@@ -133,9 +133,6 @@ class MessageShardedSync:
     def checksum(self, step: int) -> int:
         return 0
 
-    def barrier(self) -> None:
-        self._group.barrier()
-
     def detach(self) -> None:
         self.gradients.detach()
         if self._blocks is not None:

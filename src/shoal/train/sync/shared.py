@@ -3,21 +3,20 @@
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from shoal.comm.shm import ShmGroup
 from shoal.elastic.commit import is_committed
-from shoal.spec.errors import UserError
 from shoal.train import tree
 from shoal.train.flat import CHUNK, Chunk
 from shoal.train.gradients import Gradients
 from shoal.train.replica import Replica
 from shoal.train.summing import StepSum, square_of
 from shoal.train.sync.sync import Outcome, Row, Standing
-from shoal.train.sync.table import NotFinite, StepTable, checked_norm, not_finite
+from shoal.train.sync.table import NotFinite, StepTable, checked_norm, look, not_finite
 from shoal.train.undo import Undo
 
 T = TypeVar("T")
@@ -149,12 +148,12 @@ class SharedMemorySync:
         if self._exact or not self.gradients.nodes:
             self._announce(self._total)
         self._wait(POSTED, self._turn)
-        totals = self._look(self._table.read, self._num_shards)
+        totals = look(self._group, self._table.read, self._num_shards)
         self._sum(1.0 / totals.weight)
         self._group.signal(SUMMED, self._turn)
         self._reach("summed")
         self._wait(SUMMED, self._turn)
-        norm = self._look(checked_norm, self._squares.tolist(), self._find_not_finite)
+        norm = look(self._group, checked_norm, self._squares.tolist(), self._find_not_finite)
         self._update(norm)
         self._reach("updated")
         self._wait(UPDATED, self._turn)
@@ -243,14 +242,6 @@ class SharedMemorySync:
         owned = self.replica.flat.layout.owned(rank, self._group.size)
         self.replica.complete(self._undos[rank], self._turn, owned, fill)
 
-    def _look(self, read: Callable[..., T], *args: Any) -> T:
-        """Read what all share. Where it raises it does so on all ranks; none goes on before all have looked."""
-        try:
-            return read(*args)
-        except UserError:
-            self._group.barrier()
-            raise
-
     def _wait(self, channel: int, value: int) -> None:
         started = time.perf_counter()
         last = self._group.wait(channel, value)
@@ -287,9 +278,6 @@ class SharedMemorySync:
 
     def checksum(self, step: int) -> int:
         return 0
-
-    def barrier(self) -> None:
-        self._group.barrier()
 
     def detach(self) -> None:
         self.gradients.detach()

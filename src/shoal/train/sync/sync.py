@@ -160,10 +160,6 @@ class Sync(Protocol):
         """Of the part of this worker's own parameters that is looked at in this step; 0 where all share one copy."""
         ...
 
-    def barrier(self) -> None:
-        """Meet everybody."""
-        ...
-
     def detach(self) -> None:
         """Let go of the model, whose parameters stay where they are."""
         ...

@@ -2,13 +2,17 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from shoal.comm.group import Group
 from shoal.spec.errors import BugError, UserError
 from shoal.train.flat import FlatLayout, shorten
 from shoal.train.sync.sync import Row, Standing, Totals
+
+T = TypeVar("T")
 
 WEIGHT, LOSS, SAMPLES, _SPARE, BUFFERS = range(5)
 """Columns of a shard's row."""
@@ -164,6 +168,15 @@ def checked_norm(squares: Sequence[float], find_names: Callable[[int], Sequence[
         why="a step with it would destroy the parameters; it was not taken",
         hint="look for a square root, logarithm or division at 0 in the loss, or lower the learning rate",
     )
+
+
+def look(group: Group, read: Callable[..., T], *args: Any) -> T:
+    """Read what all share. Where it raises it does so on all ranks; none goes on before all have looked."""
+    try:
+        return read(*args)
+    except UserError:
+        group.barrier()
+        raise
 
 
 def not_finite(layout: FlatLayout, index: int, values: torch.Tensor) -> list[str]:
