@@ -1,68 +1,59 @@
-"""Who holds which part of which copy, also after some were lost."""
+"""Who holds which part of the model in a World, and who has nothing to do in it."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from shoal.train.mesh import Mesh, Seats, find_seats
+from shoal.spec.errors import UserError
+from shoal.spec.strategy import pipeline
+from shoal.train.mesh import find_seats, make_mesh
 
 
-def test_all_keep_their_parts():
-    assert find_seats([0, 1, 0, 1], 2) == Seats(workers=(0, 1, 2, 3), sources=(0, 1))
+def test_copies_are_made_of_neighbours():
+    seats = find_seats([0, 1, 2, 3], [], 2)
+    assert (seats.mesh.num_copies, seats.members, seats.lost) == (2, (0, 1, 2, 3), ())
 
 
-def test_the_rest_of_a_broken_copy_waits():
-    """The second part of copy 1 was lost."""
-    assert find_seats([0, 1, 0], 2) == Seats(workers=(0, 1), sources=(0, 1))
+def test_after_a_loss_one_copy_goes_on_and_one_worker_is_left_over():
+    assert find_seats([0, 1, 2], [0, 1, 2], 2).members == (0, 1)
+    assert find_seats([0, 2, 3], [0, 1, 2], 2).members == (0, 2)
 
 
-def test_the_rests_of_two_copies_make_one():
-    assert find_seats([0, 1], 2).workers == (0, 1)
-    assert find_seats([1, 0], 2).workers == (1, 0)
+def test_who_holds_the_state_is_in_the_first_copy():
+    """Worker 2 stood aside while 0 and 3 went on; 1 is new."""
+    seats = find_seats([0, 3, 1, 2], [0, 1], 2)
+    assert seats.members == (0, 1, 3, 2)
+    assert seats.lost == ()
 
 
-def test_newcomers_take_what_is_lacking():
-    assert find_seats([0, 1, 0, None], 2) == Seats(workers=(0, 1, 2, 3), sources=(0, 1))
-    assert find_seats([1, 0, 1, None], 2).workers == (1, 0, 3, 2)
+def test_a_part_whose_holders_are_all_gone_is_lost():
+    assert find_seats([0, 2, 1, 3], [0, 1], 2).lost == (1,)
+    assert find_seats([0], [0], 2).lost == (1,)
 
 
-def test_one_too_many_of_a_part_takes_another():
-    assert find_seats([0, 0, 0, 1], 2).workers == (0, 3, 1, 2)
+def test_too_few_for_a_copy_have_no_seats():
+    seats = find_seats([0, 2], [], 2)
+    assert (seats.mesh.num_copies, seats.members, seats.lost) == (0, (), ())
 
 
-def test_a_part_that_nobody_holds():
-    seats = find_seats([0, None, 0, None], 2)
-    assert not seats.is_whole
-    assert seats.sources == (0, None)
-
-
-def test_too_few_for_a_copy():
-    assert find_seats([1], 2) == Seats(workers=(), sources=(None, None))
-
-
-def test_a_model_that_is_not_cut():
-    assert find_seats([0, 0, None], 1) == Seats(workers=(0, 1, 2), sources=(0,))
+def test_without_a_split_everybody_has_a_seat():
+    assert find_seats([0, 1, 2], [1], 1).members == (1, 0, 2)
 
 
 @given(some.integers(1, 4), some.data())
 def test_seats_are_given_once_and_holders_first(num_parts, data):
-    held = data.draw(some.lists(some.none() | some.integers(0, num_parts - 1), max_size=12))
-    seats = find_seats(held, num_parts)
-    num_copies = len(held) // num_parts
-    mesh = Mesh(num_copies=num_copies, num_parts=num_parts)
-    assert len(set(seats.workers)) == len(seats.workers) == num_copies * num_parts
-    for part in range(num_parts):
-        source = seats.sources[part]
-        holders = held.count(part)
-        assert (source is not None) == (holders > 0 and num_copies > 0)
-        if source is not None:
-            assert held[seats.workers[source]] == part
-        kept = sum(held[seats.workers[mesh.rank(copy, part)]] == part for copy in range(num_copies))
-        assert kept == min(holders, num_copies), "nobody gives up a part that is needed"
+    workers = data.draw(some.lists(some.integers(0, 11), unique=True, max_size=12))
+    holders = sorted(data.draw(some.sets(some.sampled_from(range(len(workers)))))) if workers else []
+    seats = find_seats(workers, holders, num_parts)
+    assert len(set(seats.members)) == len(seats.members) == seats.mesh.num_copies * num_parts
+    for seat, position in enumerate(seats.members):
+        assert workers[position] % num_parts == seats.mesh.part_of(seat)
+    if holders and not seats.lost:
+        assert set(seats.members[:num_parts]) <= set(holders)
+    assert seats.mesh.num_copies == min(sum(w % num_parts == part for w in workers) for part in range(num_parts))
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 3])
-def test_the_first_copy_is_made_of_holders(num_parts):
-    held = [None, *range(num_parts), None, None]
-    seats = find_seats(held, num_parts)
-    assert [held[worker] for worker in seats.workers[:num_parts]] == list(range(num_parts))
+def test_an_elastic_run_may_have_workers_left_over_but_needs_one_copy():
+    assert make_mesh(5, pipeline(2), is_elastic=True).num_copies == 2
+    with pytest.raises(UserError, match="cannot hold copies of 2 parts"):
+        make_mesh(1, pipeline(2), is_elastic=True)

@@ -10,7 +10,7 @@ from shoal.elastic.detect import Detector, OwnTime, Suspect, silent_too_long
 from shoal.elastic.membership import Membership, Process
 from shoal.elastic.message import called_message, stop_message
 from shoal.elastic.relay import Relay
-from shoal.elastic.settle import Places, is_all_lost, settle
+from shoal.elastic.settle import Places, is_all_lost, live_members, settle
 from shoal.spec.world import World
 
 APART_TIMES = 6.0
@@ -44,7 +44,7 @@ class Coordinator:
             "waiting": self._waiting,
             "called": self._called,
             "idle": self._idle,
-            "spare": self._spare,
+            "aside": self._aside,
         }
 
     @property
@@ -167,7 +167,7 @@ class Coordinator:
         if not self.state.is_member(process.worker) or not self.calls.finish(data):
             return []
         call = list(self.calls.finished.values())[-1:]
-        late = [p.worker for p in self.state.processes.values() if p.is_told and not p.is_entered]
+        late = [p.worker for p in self.state.processes.values() if (p.is_told or p.is_aside) and not p.is_entered]
         return [*(Tell(worker, called_message(call)) for worker in late), *self._settle(now)]
 
     def _idle(self, process: Process, data: Mapping[str, Any], now: float) -> list[Decision]:
@@ -175,11 +175,12 @@ class Coordinator:
         self.state = membership.idle(self.state, process.worker)
         return self._settle(now)
 
-    def _spare(self, process: Process, data: Mapping[str, Any], now: float) -> list[Decision]:
+    def _aside(self, process: Process, data: Mapping[str, Any], now: float) -> list[Decision]:
         """A member has nothing to do in the newest World, and nothing that others need."""
         if not self._is_of_now(process, data):
             return []
-        self.state = membership.spare(self.state, process.worker)
+        self.calls.forget(process.id)
+        self.state = membership.aside(self.state, process.worker)
         return self._settle(now)
 
     def _saw_step(self, step: int) -> None:
@@ -272,7 +273,8 @@ class Coordinator:
         missing = self.relay.missing_since()
         if self._standing and self.world is not None:
             since = min(self._standing.values())
-            missing |= {member_id: since for member_id in self.world.ids if member_id not in self._standing}
+            awaited = [process.id for process in live_members(self.state) if not process.is_aside]
+            missing |= {member_id: since for member_id in awaited if member_id not in self._standing}
         return missing
 
     def _end(self, suspect: Suspect) -> list[Decision]:

@@ -36,7 +36,7 @@ class Process:
     """The living process of a worker number. `is_condemned`: it will be killed, and its end has not been seen yet.
 
     `is_entered`: it has worked in some World, so it may hold the state of the run. `is_told`: it knows of
-    finished calls, and may have passed over them. `is_spare`: it is a member and has nothing to do in this World,
+    finished calls, and may have passed over them. `is_aside`: it is a member and has nothing to do in this World,
     because workers left over do not make a whole copy of the model.
     """
 
@@ -49,7 +49,7 @@ class Process:
     is_condemned: bool = False
     is_entered: bool = False
     is_told: bool = False
-    is_spare: bool = False
+    is_aside: bool = False
 
     def as_member(self) -> Member:
         return Member(id=self.id, worker=self.worker, node=self.node, pid=self.pid)
@@ -149,9 +149,12 @@ def idle(state: Membership, worker: int) -> Membership:
     return change(state, worker, phase=Phase.IDLE)
 
 
-def spare(state: Membership, worker: int) -> Membership:
-    """A member found that there is nothing for it to do in the newest World. It holds no state from here on."""
-    return change(state, worker, is_spare=True, is_entered=False)
+def aside(state: Membership, worker: int) -> Membership:
+    """A member found that there is nothing for it to do in the newest World. It holds no state from here on.
+
+    Nobody waits for it: it counts as at work, and as standing still whenever that is asked for.
+    """
+    return entered(change(state, worker, is_aside=True), state.processes[worker].id)
 
 
 def met(state: Membership) -> Membership:
@@ -159,7 +162,7 @@ def met(state: Membership) -> Membership:
     assert state.world is not None
     ids = set(state.world.ids)
     processes = {
-        w: replace(p, is_entered=p.is_entered or (p.id in ids and not p.is_spare)) for w, p in state.processes.items()
+        w: replace(p, is_entered=p.is_entered or (p.id in ids and not p.is_aside)) for w, p in state.processes.items()
     }
     failures = {worker: n for worker, n in state.failures.items() if not state.is_member(worker)}
     return replace(state, processes=processes, failures=failures)
@@ -171,7 +174,7 @@ def entered(state: Membership, member_id: str) -> Membership:
     assert world is not None
     at_work = state.at_work | {member_id}
     worker = int(member_id.partition(".")[0])
-    state = change(state, worker, is_entered=not state.processes[worker].is_spare)
+    state = change(state, worker, is_entered=not state.processes[worker].is_aside)
     return replace(state, at_work=at_work, is_entered=at_work.issuperset(world.ids))
 
 
@@ -249,7 +252,7 @@ def _count(state: Membership, gone: Process) -> Step:
 
     Whoever said that it has nothing that others need, and ends, is no loss.
     """
-    if gone.is_spare:
+    if gone.is_aside:
         return state, []
     if gone.phase is Phase.MEMBER and state.world is not None:
         if state.lost_generation == state.world.generation:

@@ -72,7 +72,7 @@ def _why_dismiss(state: Membership, process: Process, now: float) -> str:
 def _is_in_vain(state: Membership, process: Process) -> bool:
     """A newcomer that waits while the run ends, or a member that has nothing to do."""
     is_ending = state.is_ending and state.world is not None
-    is_waiting = process.phase in (Phase.READY, Phase.IDLE) or process.is_spare
+    is_waiting = process.phase in (Phase.READY, Phase.IDLE) or process.is_aside
     return is_ending and is_waiting and process.id not in state.stopped
 
 
@@ -100,7 +100,7 @@ def publish(state: Membership, places: Places, now: float) -> Step:
         return state, []  # its end is near, and until then it can write
     if is_forced(state):
         return _publish_forced(state, members, places, now)
-    if state.is_held and state.standing.issuperset(process.id for process in members):
+    if state.is_held and state.standing.issuperset(process.id for process in members if not process.is_aside):
         return _publish_held(state, members, places, now)
     return _hold(state, members, places, now)
 
@@ -193,7 +193,7 @@ def _make_world(state: Membership, members: Sequence[Process], leaving: Sequence
     phases = {process.worker: Phase.MEMBER for process in ordered}
     phases |= {process.worker: Phase.LEAVING for process in leaving}
     processes = {
-        worker: replace(process, phase=phases[worker], since=now, is_spare=False) if worker in phases else process
+        worker: replace(process, phase=phases[worker], since=now, is_aside=False) if worker in phases else process
         for worker, process in state.processes.items()
     }
     return _with_world(replace(state, processes=processes), world), decisions

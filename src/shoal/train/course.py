@@ -1,7 +1,7 @@
 """Where a run is, and all that goes on with it from step to step: saved, resumed, and handed on to newcomers."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,7 +206,8 @@ class Course:
 
     def take(self, state: State) -> list[dict[str, float]]:
         """Be where the others are; returns what the optimizer has counted."""
-        self.place, counts = self._read(state)
+        held = {name: value.shape for name, value in named_tensors(self._subject.model)}
+        self.place, counts = self._read(state, held)
         self.saved_step = int(state.facts["saved_step"])
         self._first_generation = int(state.facts["first_generation"])
         self.is_first = False
@@ -224,7 +225,7 @@ class Course:
         loaded = store.load(step if step in steps else None)
         if loaded.state.step < step:
             return False
-        self.place, _ = self._read(loaded.state)
+        self.place, _ = self._read(loaded.state, self._shapes)
         model = {
             name.removeprefix("model/"): t for name, t in loaded.state.tensors.items() if name.startswith("model/")
         }
@@ -311,7 +312,7 @@ class Course:
             return
         loaded = store.load()
         setup.check_same_step(self._team.group, loaded.state.step)
-        place, counts = self._read(loaded.state)
+        place, counts = self._read(loaded.state, self._shapes)
         cut, tensors = self._team.cut, loaded.state.tensors
         tensors = tensors if cut is None else cut.take(tensors, self._team.part)
         sync.replica.restore(tensors, counts)
@@ -328,6 +329,6 @@ class Course:
         of, route = self._subject, self._route
         return write_progress(self.place, of.settings, route.ledger, of.optimizer, route.scheduler, counts)
 
-    def _read(self, state: State) -> tuple[Place, list[dict[str, float]]]:
+    def _read(self, state: State, shapes: Mapping[str, torch.Size]) -> tuple[Place, list[dict[str, float]]]:
         of, route = self._subject, self._route
-        return read_progress(state, route.ledger, of.settings, of.optimizer, route.scheduler, self._shapes)
+        return read_progress(state, route.ledger, of.settings, of.optimizer, route.scheduler, shapes)

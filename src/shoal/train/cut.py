@@ -1,8 +1,9 @@
 """What of a model's state each part of a copy holds: how a whole is divided, and put together again."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import EllipsisType
+from typing import Any
 
 import torch
 
@@ -46,10 +47,12 @@ Held = Slice | EllipsisType | None
 class Cut:
     """For each name of the model's state, what each part holds: None of it, all of it (`...`), or a Slice.
 
-    Names that are not listed are held whole by every part.
+    Names that are not listed are held whole by every part. `facts` say how it was cut, as plain values: enough for
+    one who comes later to cut a whole model in the same way.
     """
 
     held: Mapping[str, Sequence[Held]]
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     def holding(self, name: str, part: int) -> Held:
         """What this part holds of a tensor: by the name of a parameter, or of a checkpoint's tensor."""

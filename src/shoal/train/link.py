@@ -16,11 +16,12 @@ from shoal.comm.group import lost
 from shoal.elastic.recent import Patience
 from shoal.engine.env import WorkerFacts
 from shoal.observe.control import ControlPipe
-from shoal.spec.errors import MemberLost
+from shoal.spec.errors import MemberLost, Retryable
 from shoal.spec.event import Event
 from shoal.spec.world import World
 
 BEAT_SECONDS = 0.25
+GONE = "the coordinator is gone", 1
 READ_BYTES = 1 << 16
 
 
@@ -48,6 +49,8 @@ class Link:
 
     `world` is the newest World. `calls` are the top-level calls of trainers that are over, by (trainer, number).
     `is_held`: the members are to stop after a common step. `is_stopping`: end after this step, with a checkpoint.
+    `is_aside`: this worker is in the World and has nothing to do in it.
+
     What the trainer is doing is kept in `trainer`, `call`, `step`, `generation` and `is_stepping`, for the beats;
     `is_apart`: nothing, for the script is doing something of its own.
     """
@@ -58,7 +61,7 @@ class Link:
         self.calls: dict[tuple[int, int], dict[str, Any]] = {}
         self.is_held = self.is_stopping = False
         self.generation, self.trainer, self.call, self.step, self.is_stepping = -1, 0, 0, 0, False
-        self.is_apart = True
+        self.is_apart, self.is_aside = True, False
         self._gathered: dict[tuple[int, int, str], list[str]] = {}
         self._news = threading.Condition()
         self._control = ControlPipe(control_fd)
@@ -178,13 +181,24 @@ class Link:
                 self._news.wait()
         end("the run is over")
 
+    def stand_aside(self, generation: int) -> None:
+        """Nobody waits for this worker until there is another World."""
+        self.is_aside = True
+        self.send("aside", generation=generation)
+
     def await_world(self, after: int) -> World:
         """The newest World, after that generation. Ends this process, well, where it is not in it any more."""
         with self._news:
             while self.world is None or self.world.generation <= after:
                 if self.is_stopping:
-                    end("the coordinator is gone", code=1)
+                    end(*(("the run ended before this worker was needed", 0) if self.is_aside else GONE))
+                if self.is_aside and (self.trainer, self.call) in self.calls:
+                    raise Retryable(
+                        "The others have finished without this worker.",
+                        why="there were not enough workers for another copy of the model, and it stood aside",
+                    )
                 self._news.wait()
+            self.is_aside = False
             if not self._is_in(self.world, after):
                 end("the run goes on without this worker")
             return self.world

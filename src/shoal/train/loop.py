@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -30,6 +30,7 @@ from shoal.train.cut import Cut
 from shoal.train.ending import Ending
 from shoal.train.errors import in_run, place_errors
 from shoal.train.faulty import read_faults
+from shoal.train.link import find_link
 from shoal.train.lone import show_errors
 from shoal.train.loss import Loss
 from shoal.train.measure import Measurement
@@ -105,7 +106,8 @@ class Trainer:
             setup.start_from(self.model, init_from, strict, self._recorder)
             self._source = setup.make_source(dataset, collate, self.settings)
             traits = setup.probe_model(self.model, loss, self._source, self.settings, self.device, facts.rank)
-            num_copies = make_mesh(facts.world_size, self.settings.split).num_copies
+            is_elastic = find_link(facts) is not None
+            num_copies = make_mesh(facts.world_size, self.settings.split, is_elastic=is_elastic).num_copies
             self.ledger = setup.make_ledger(self.settings, self._source, traits, num_copies)
             self._buffers = ChangingBuffers(self.model, traits.changing)
             self._is_local = isinstance(self.settings.sync, Local)
@@ -134,6 +136,7 @@ class Trainer:
                 device=self.device,
                 reach=self._reach,
                 divide=self._divide,
+                meet=lambda parts: self._split.meet(parts),
                 buffers=self._buffers,
                 homes=traits.homes,
             )
@@ -332,13 +335,13 @@ class Trainer:
         with naming_samples(self.ledger, self._source, plan, assignment):
             return sync.finish()
 
-    def _divide(self, parts: Group) -> Cut:
-        """Hold only our part of the model from here on."""
+    def _divide(self, parts: Group, known: Mapping[str, Any] | None) -> Cut:
+        """Hold only our part of the model from here on. `known`: how the others' models were cut before."""
         assert self.settings.split is not None
         material = Material(
             compute=self._compute,
             optimizer=self.optimizer,
-            group=self._team.group,
+            group=self._team.group if known is None else parts,
             parts=parts,
             first=setup.first_samples(self._source, max(2, self._largest_piece() or self.settings.batch_size)),
             few=setup.first_samples(self._source, min(self.settings.microbatch_size or 2, 2)),
@@ -346,7 +349,7 @@ class Trainer:
             rank=lambda: self.rank,
             reach=self._reach,
         )
-        split, cut = make_split(self.settings.split, material)
+        split, cut = make_split(self.settings.split, material, known)
         self._split = self._inner(split)
         return cut
 

@@ -34,54 +34,53 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seats:
-    """Who does what in a World. `workers[seat]` is a position in it; seat = copy x num_parts + part.
+    """Who does what in a World. `members[seat]` is a position in it; seats are numbered as ranks of the mesh are.
 
-    `sources[part]` is the seat of one who holds the state of that part, or None where nobody does. Whoever has no
-    seat waits for a World in which there is one.
+    `lost` are the parts of the model whose state nobody holds any more, while others still hold theirs. Whoever has
+    no seat waits for a World in which there is one.
     """
 
-    workers: tuple[int, ...]
-    sources: tuple[int | None, ...]
-
-    @property
-    def is_whole(self) -> bool:
-        """Every part of the model is held by someone."""
-        return None not in self.sources
+    mesh: Mesh
+    members: tuple[int, ...]
+    lost: tuple[int, ...]
 
 
-def find_seats(held: Sequence[int | None], num_parts: int) -> Seats:
-    """Seats for those who hold the state of some part (None: of none), in the order of the World.
+def find_seats(workers: Sequence[int], holders: Sequence[int], num_parts: int) -> Seats:
+    """Seats for the members of a World. `workers` are their numbers, `holders` the positions of those with a state.
 
-    As many whole copies as there are workers for. Everyone keeps its part if it can, the earlier in the World first;
-    what is lacking then is filled up with those who are left over. The first copy is made of holders.
+    Worker w holds part w % num_parts for as long as it lives, and so does its replacement: a part never has to change
+    its worker. There are as many copies as there are workers for every part. Holders come first, so the first copy
+    has the state of all parts, or of none.
     """
-    num_copies = len(held) // num_parts
-    places: list[list[int | None]] = []
-    left = [worker for worker, part in enumerate(held) if part is None]
-    for part in range(num_parts):
-        holders = [worker for worker, own in enumerate(held) if own == part]
-        left += holders[num_copies:]
-        kept = holders[:num_copies]
-        places.append([*kept, *[None] * (num_copies - len(kept))])
-    sources = tuple(part if column and column[0] is not None else None for part, column in enumerate(places))
-    spare = iter(sorted(left))
-    workers = [
-        worker if (worker := places[part][copy]) is not None else next(spare)
-        for copy in range(num_copies)
+    columns = [
+        sorted(
+            (position for position, worker in enumerate(workers) if worker % num_parts == part),
+            key=lambda position: position not in holders,
+        )
         for part in range(num_parts)
     ]
-    return Seats(workers=tuple(workers), sources=sources)
+    num_copies = min(map(len, columns))
+    held = {workers[position] % num_parts for position in holders}
+    return Seats(
+        mesh=Mesh(num_copies=num_copies, num_parts=num_parts),
+        members=tuple(column[copy] for copy in range(num_copies) for column in columns),
+        lost=tuple(part for part in range(num_parts) if part not in held) if held else (),
+    )
 
 
-def make_mesh(num_workers: int, split: Split | None) -> Mesh:
-    """The mesh of so many workers. Raises UserError where they do not make whole copies."""
+def make_mesh(num_workers: int, split: Split | None, *, is_elastic: bool = False) -> Mesh:
+    """The mesh of so many workers. Raises UserError where they do not make whole copies.
+
+    In an elastic run workers may be left over, but not too few for one copy.
+    """
     num_parts = split.num_parts if split is not None else 1
-    if num_workers % num_parts:
-        below, above = num_workers // num_parts * num_parts, -(-num_workers // num_parts) * num_parts
+    num_copies, left = divmod(num_workers, num_parts)
+    if (left and not is_elastic) or not num_copies:
+        below, above = num_copies * num_parts, (num_copies + 1) * num_parts
         fitting = f"-n {above}" if not below else f"-n {below} or -n {above}"
         raise UserError(
             f"{num_workers} workers cannot hold copies of {num_parts} parts each.",
             why=f"split={split} divides one copy of the model among {num_parts} workers",
             hint=f"start with {fitting}, or use another split",
         )
-    return Mesh(num_copies=num_workers // num_parts, num_parts=num_parts)
+    return Mesh(num_copies=num_copies, num_parts=num_parts)

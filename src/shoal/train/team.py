@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from shoal.checkpoint.state import State
-from shoal.comm.connect import connect_at
 from shoal.comm.group import Group
 from shoal.comm.rendezvous import Rendezvous
 from shoal.engine.env import WorkerFacts
@@ -21,9 +20,10 @@ from shoal.train import setup
 from shoal.train.chunked import giving_back
 from shoal.train.cut import Cut
 from shoal.train.flat import named_tensors
+from shoal.train.groups import Groups, connect_seats
 from shoal.train.handover import make_room, shapes_of, share_facts, share_tensors
 from shoal.train.link import find_link
-from shoal.train.mesh import make_mesh
+from shoal.train.mesh import Seats, find_seats, make_mesh
 from shoal.train.settings import Settings
 from shoal.train.sync.across import Across
 from shoal.train.sync.message import MessageSync
@@ -38,8 +38,9 @@ T = TypeVar("T")
 class Subject:
     """What is trained, and how: all that a sync is made of besides a group. `reach` is told how far a step is.
 
-    `divide` lets the model have only the part of it that is ours, among those who hold a copy together. `buffers` are
-    those that a forward changes, `homes` says where it uses each parameter.
+    `divide` lets the model have only the part of it that is ours, among those who hold a copy together; where the
+    others have been cut already, it is told how. `meet`: those who hold this copy are others now. `buffers` are those
+    that a forward changes, `homes` says where it uses each parameter.
     """
 
     model: nn.Module
@@ -48,7 +49,8 @@ class Subject:
     num_shards: int
     device: torch.device
     reach: Callable[[str], None]
-    divide: Callable[[Group], Cut]
+    divide: Callable[[Group, Mapping[str, Any] | None], Cut]
+    meet: Callable[[Group], None]
     buffers: ChangingBuffers
     homes: Mapping[str, Sequence[str]]
 
@@ -88,16 +90,11 @@ class Progress(Protocol):
 class Team:
     """`rank` and `size` are those of the group. `number` tells the trainers of a process apart.
 
-    Where one worker does not hold the whole model, `copies` are those who hold the same part of it, and `parts` those
-    who hold the same copy; else `copies` are all, and `parts` nobody.
-
     A run of fixed size meets once. In an elastic one `join` enters a World as a newcomer, and `reform` goes from one
-    World to the next: it sees to the step that was under way, and hands everything on to a new group.
+    World to the next: it sees to the step that was under way, and hands everything on to new groups. Where parts of a
+    model are held by different workers, some of a World may have nothing to do: they wait for the next.
     """
 
-    group: Group
-    copies: Group
-    parts: Group | None = None
     cut: Cut | None = None
     sync: Sync | None = None
     world: World | None = None
@@ -113,8 +110,10 @@ class Team:
             _check_can_change(subject.settings)
         # A replacement is not the first of anybody until it joins: what rank 0 writes down has been written.
         self.rank, self.size = max(facts.rank, min(1, facts.incarnation)), facts.world_size
-        self.mesh = make_mesh(self.size, subject.settings.split)
+        self.mesh = make_mesh(self.size, subject.settings.split, is_elastic=self.is_elastic)
         self._facts, self._number, self._subject = facts, number, subject
+        self._groups: Groups | None = None
+        self._ids: list[str] = []
         self._counted: list[dict[str, float]] | None = None
         self._is_touched = False
 
@@ -125,6 +124,23 @@ class Team:
     def apart(self, is_apart: bool) -> AbstractContextManager[None]:
         """Inside, the script does something of its own between two steps, or does not: see `Link.is_apart`."""
         return self.link.apart(is_apart) if self.link is not None else nullcontext()
+
+    @property
+    def group(self) -> Group:
+        """Everyone who trains."""
+        assert self._groups is not None
+        return self._groups.everyone
+
+    @property
+    def copies(self) -> Group:
+        """Those who hold the same part of the model: all, where nobody holds less than the whole."""
+        assert self._groups is not None
+        return self._groups.copies
+
+    @property
+    def parts(self) -> Group | None:
+        """Those who hold the same copy of the model; None where each holds one by itself."""
+        return self._groups.parts if self._groups is not None else None
 
     @property
     def copy(self) -> int:
@@ -138,7 +154,7 @@ class Team:
 
     def worker(self, rank: int) -> int:
         """The number of the worker that has this rank now: what people know it by."""
-        return rank if self.world is None else self.world.members[rank].worker
+        return rank if self.world is None else self.world.members[self.world.rank_of(self._ids[rank])].worker
 
     def worker_of(self, copy: int) -> int:
         """The number of the worker that holds the same part as this one in another copy."""
@@ -146,16 +162,9 @@ class Team:
 
     def meet(self) -> None:
         """Meet all workers of a run of fixed size."""
+        seats = find_seats(range(self.size), (), self.mesh.num_parts)
         meeting = setup.meet(self._facts, self._subject.settings, self._number)
-        self.group = self.copies = connect_at(meeting, self._transport)
-        if self.mesh.num_parts > 1:
-            self._divide(meeting)
-
-    def _divide(self, meeting: Rendezvous) -> None:
-        """Meet those who hold the same part, and those who hold the same copy."""
-        same_part, same_copy = self.mesh.with_part(self.part), self.mesh.with_copy(self.copy)
-        self.copies = connect_at(meeting.among(f"part-{self.part}", same_part), self._transport)
-        self.parts = connect_at(meeting.among(f"copy-{self.copy}", same_copy), self._transport)
+        self._groups = connect_seats(meeting, seats, self._transport)
 
     @property
     def _transport(self) -> str:
@@ -166,18 +175,20 @@ class Team:
         if self.parts is not None:
             model = self._subject.model
             share_tensors(self.group, {name: value.detach() for name, value in named_tensors(model)}, 0)
-            self.cut = self._subject.divide(self.parts)
+            self._is_touched = True
+            self.cut = self._subject.divide(self.parts, None)
 
-    def agree(self, source: int = 0) -> None:
-        """Make the sync: all workers have the source's parameters from here on."""
-        self.sync = self._make_sync(self.copies, source)
+    def agree(self) -> None:
+        """Make the sync: all workers have the first copy's parameters from here on."""
+        assert self._groups is not None
+        self.sync = self._make_sync(self._groups, 0)
 
-    def _make_sync(self, group: Group, source: int) -> Sync:
+    def _make_sync(self, groups: Groups, source: int) -> Sync:
         of = self._subject
         self._is_touched = True
         with giving_back(of.optimizer):
             return setup.make_sync(
-                group,
+                groups.copies,
                 of.model,
                 of.optimizer,
                 of.settings,
@@ -185,7 +196,7 @@ class Team:
                 source=source,
                 is_elastic=self.is_elastic,
                 reach=of.reach,
-                across=Across(self.group, self.parts, self.cut) if self.parts is not None and self.cut else None,
+                across=Across(groups.everyone, groups.parts, self.cut) if groups.parts and self.cut else None,
                 buffers=of.buffers,
                 homes=of.homes,
             )
@@ -239,13 +250,16 @@ class Team:
             meeting = self._meeting(world)
             acts = meeting.gather("holds", str(self.num_acts) if self.has_state else "")
             holders = [rank for rank, number in enumerate(acts) if number]
-            if not holders:
-                self._check_untouched(world)
+            seats = find_seats([member.worker for member in world.members], holders, self.mesh.num_parts)
+            self._check_can_go_on(world, seats, holders)
             self.least_acts = min((int(number) for number in acts if number), default=0)
             outcome = self._settle(meeting, world, holders)
             if outcome is not None:
                 progress.conclude(outcome)  # before newcomers are told where we are
-            self._enter(world, meeting, holders, progress)
+            if meeting.rank not in seats.members:
+                self._stand_aside(world)
+                return False, outcome
+            self._enter(world, meeting, seats, holders, progress)
         except MemberLost:
             if not self.has_state and self.sync is not None:  # it was made, and what belongs in it did not come
                 self.sync.detach()
@@ -254,16 +268,34 @@ class Team:
         self.has_state = True
         return True, outcome
 
-    def _check_untouched(self, world: World) -> None:
-        """Nobody has the state, so all begin anew: not with a model of which parts were handed over already."""
-        if self._is_touched:
-            assert self.link is not None
-            self.link.send("spare", generation=world.generation)
+    def _check_can_go_on(self, world: World, seats: Seats, holders: Sequence[int]) -> None:
+        """Where nobody has the state, or not all of it, all begin anew: not with a model that was changed already."""
+        if not seats.lost and (holders or not self._is_touched):
+            return
+        assert self.link is not None
+        self.link.send("aside", generation=world.generation)
+        if seats.lost:
             raise Retryable(
-                "The last worker that had the state of the run was lost while it handed that on.",
-                why="what this worker got of it is not whole",
+                f"Nobody is left who holds {_name_parts(seats)} of the model.",
+                why="no other copy of the model has it",
                 hint="the run goes on from its newest checkpoint, or from the start, with new processes",
             )
+        raise Retryable(
+            "The last worker that had the state of the run was lost while it handed that on.",
+            why="what this worker got of it is not whole",
+            hint="the run goes on from its newest checkpoint, or from the start, with new processes",
+        )
+
+    def _stand_aside(self, world: World) -> None:
+        """There is nothing to do here in this World: others hold the same, and there are not enough for a copy."""
+        if self.sync is not None:
+            self.sync.detach()
+            vars(self.sync).clear()
+        if self._groups is not None:
+            self._groups.close()
+        self.sync, self._groups, self.has_state = None, None, False
+        assert self.link is not None
+        self.link.stand_aside(world.generation)
 
     def _meeting(self, world: World) -> Rendezvous:
         link, rank = self.link, self._rank_in(world)
@@ -285,28 +317,31 @@ class Team:
 
     def _settle(self, meeting: Rendezvous, world: World, holders: list[int]) -> Outcome | NotFinite | None:
         """See to the step under way. Those who have no state only keep the others company."""
-        if self.sync is None or self.world is None or not self.has_state:
+        if self.sync is None or not self.has_state:
             meeting.gather("judged", "")
             meeting.gather("settled", "")
             return None
-        survivors = [self.world.rank_of(member.id) for member in world.members if member.id in self.world.ids]
+        survivors = [self._ids.index(member.id) for member in world.members if member.id in self._ids]
         return self.sync.resolve(survivors, meeting.gather, is_first=meeting.rank == holders[0])
 
-    def _enter(self, world: World, meeting: Rendezvous, holders: list[int], progress: Progress) -> None:
-        group = connect_at(meeting, self._transport)
+    def _enter(
+        self, world: World, meeting: Rendezvous, seats: Seats, holders: Sequence[int], progress: Progress
+    ) -> None:
+        groups = connect_seats(meeting, seats, self._transport)
         try:
-            sync = self._hand_over(group, holders[0], progress, len(holders) < group.size) if holders else None
+            has_newcomers = not set(holders).issuperset(seats.members)
+            sync = self._hand_over(groups, progress, has_newcomers) if holders else None
         except BaseException:
-            group.close()
+            groups.close()
             raise
-        if self.world is not None:
-            self.group.close()
+        if self._groups is not None:
+            self._groups.close()
         if self.sync is not None:
             # It refers to itself in many ways; its memory shall not wait for the garbage collector.
             vars(self.sync).clear()
-        self.group, self.sync, self.world, self._counted = group, sync, world, None
-        self.rank, self.size, self.copies = group.rank, group.size, group
-        self.mesh = make_mesh(self.size, self._subject.settings.split)
+        self._groups, self.sync, self.world, self._counted = groups, sync, world, None
+        self._ids = [world.members[position].id for position in seats.members]
+        self.rank, self.size, self.mesh = groups.everyone.rank, groups.everyone.size, seats.mesh
         if sync is None:
             progress.begin()
         else:
@@ -314,49 +349,58 @@ class Team:
         assert self.link is not None
         self.link.generation = world.generation
 
-    def _hand_over(self, group: Group, source: int, progress: Progress, has_newcomers: bool) -> Sync:
-        """Everything from the old group's memory, or from the source, to the new group's."""
+    def _hand_over(self, groups: Groups, progress: Progress, has_newcomers: bool) -> Sync:
+        """Everything from the old groups' memory, or from the first copy, to the new groups'."""
         tensors: dict[str, torch.Tensor] = {}
         if self.sync is not None:
             self.sync.replica.flat.place(is_source=False)  # an attempt that failed may have moved the parameters
             tensors = dict(self.sync.replica.tensors())
             self._counted = self.sync.replica.scalars() if self._counted is None else self._counted
             self.sync.detach()
-        is_source = group.rank == source
         more = {"counts": self._counted, "shapes": shapes_of(tensors.items()), "acts": self.least_acts}
-        facts = share_facts(group, progress.tell() | more if is_source else None, source)
+        more["cut"] = dict(self.cut.facts) if self.cut is not None else None
+        copies = groups.copies
+        facts = share_facts(copies, progress.tell() | more if copies.rank == 0 else None, 0)
+        self._join_parts(groups.parts, facts["cut"])
         if self.sync is None:
             self.num_acts = facts["acts"]
             tensors = make_room(facts.pop("shapes"))
             self._counted = progress.take(State(step=facts["step"], tensors=tensors, facts=facts))
-        sync = self._make_sync(group, source)
+        sync = self._make_sync(groups, 0)
         try:
             held = {name: value for name, value in tensors.items() if not name.startswith("model/")}
             if has_newcomers and isinstance(sync, MessageSync):
-                share_tensors(group, held, source)
+                share_tensors(copies, held, 0)
             sync.replica.restore(held, self._counted or [])
-            group.barrier()
+            groups.everyone.barrier()
         except BaseException:
             sync.detach()
             raise
         return sync
 
+    def _join_parts(self, parts: Group | None, known: Mapping[str, Any] | None) -> None:
+        """Hold a part of a copy together with these; a newcomer has the whole model until then."""
+        if parts is None:
+            return
+        if self.cut is None:
+            self._is_touched = True
+            self.cut = self._subject.divide(parts, known)
+        else:
+            self._subject.meet(parts)
+
     def leave(self) -> None:
         """Give the parameters memory of their own, and go."""
         if self.sync is not None:
             self.sync.close()
-        for name in ("group", "copies", "parts"):
-            if (group := getattr(self, name, None)) is not None:
-                group.close()
+        if self._groups is not None:
+            self._groups.close()
 
 
 def _check_can_change(settings: Settings) -> None:
     """Refuse what cannot go on with another number of workers."""
-    found = [f"split={settings.split}"] if settings.split is not None else []
-    found += [f"sync={settings.sync}"] if isinstance(settings.sync, Local) else []
-    if found:
+    if isinstance(settings.sync, Local):
         raise UserError(
-            f"{' and '.join(found)} needs a fixed number of workers.",
+            f"sync={settings.sync} needs a fixed number of workers.",
             why="-n MIN:MAX lets workers come and go, and here each of them has what no other has",
             hint="start with one number, such as `-n 4`",
         )
@@ -364,3 +408,8 @@ def _check_can_change(settings: Settings) -> None:
 
 def _ids(world: World, ranks: Sequence[int] | None) -> list[str] | None:
     return None if ranks is None else [world.ids[rank] for rank in ranks]
+
+
+def _name_parts(seats: Seats) -> str:
+    names = " and ".join(str(part) for part in seats.lost)
+    return f"part{'s' * (len(seats.lost) > 1)} {names} of {seats.mesh.num_parts}"

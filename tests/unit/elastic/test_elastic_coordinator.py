@@ -332,7 +332,7 @@ def test_beginning_again_is_no_step():
 def test_one_that_has_nothing_to_go_on_with_is_no_loss():
     run = Run(3).all_in()
     for _ in range(9):
-        run.hear(1, "spare", generation=run.coordinator.world.generation)
+        run.hear(1, "aside", generation=run.coordinator.world.generation)
         run.exit(1, 75, is_retryable=True)
         assert not run.fails()
         run.start(1)
@@ -357,14 +357,34 @@ def test_too_few_go_on_where_replacements_cannot_catch_up():
 
 def test_a_member_without_a_seat_stays_until_the_end_and_is_told_then():
     run = Run(3).all_in()
-    run.hear(2, "spare", generation=0)
+    run.hear(2, "aside", generation=0)
     run.exit(0, 0)
     assert run.told("stop") == [2]
 
 
+def test_newcomers_do_not_wait_for_a_member_without_a_seat():
+    run = Run(3).all_in()
+    run.exit(0)
+    for worker in (1, 2):
+        run.gather(worker, 1)
+    run.hear(2, "aside", generation=1)
+    run.beat(1, step=1)
+    run.start(0)
+    run.ready(0)
+    run.stand(1)
+    assert run.worlds()[2] == ("1.0", "2.0", "0.1"), "whoever holds the state comes first"
+
+
+def test_a_member_without_a_seat_hears_that_its_call_is_over():
+    run = Run(3).all_in()
+    run.hear(2, "aside", generation=0)
+    run.hear(0, "called", trainer=0, call=0, name="fit", result={"step": 3})
+    assert run.told("called") == [2]
+
+
 def test_members_without_a_seat_do_not_keep_the_state():
     run = Run(3).all_in()
-    run.hear(2, "spare", generation=0)
+    run.hear(2, "aside", generation=0)
     run.beat(2, step=0)
     run.exit(0)
     run.exit(1)

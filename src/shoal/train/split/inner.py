@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from shoal.comm.group import Group
 from shoal.data.ledger import StepPlan
 from shoal.train.split.split import Forward, Split, Work
 from shoal.train.sync.local import LocalSync
@@ -41,6 +42,9 @@ class InnerSteps:
 
     def use(self, function: Forward, batch: Any) -> Any:
         return self._split.use(function, batch)
+
+    def meet(self, parts: Group) -> None:
+        self._split.meet(parts)
 
 
 def inner_batches(work: Work) -> list[Work]:

@@ -1,6 +1,6 @@
 """From what a script asks for to what computes it: the Split of a run, and the cut of the model that it makes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from shoal.train.compute import Compute
 from shoal.train.cut import Cut
 from shoal.train.split.pipeline_make import make_pipeline
 from shoal.train.split.split import Split
-from shoal.train.split.tensor import CutLayers, cut_for_run
+from shoal.train.split.tensor import cut_for_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,11 @@ class Material:
     reach: Callable[[str], None]
 
 
-def make_split(wanted: Wanted, material: Material) -> tuple[Split, Cut]:
-    """Let the model hold only the part of it that is ours; returns what computes with it, and who holds what."""
+def make_split(wanted: Wanted, material: Material, known: Mapping[str, Any] | None = None) -> tuple[Split, Cut]:
+    """Let the model hold only the part of it that is ours; returns what computes with it, and who holds what.
+
+    All workers call it together, except where others were cut before: `known` is the `facts` of their cut.
+    """
     if wanted.pipeline is not None and wanted.tensor is not None:
         raise UserError(
             f"split={wanted} is one cut too many.",
@@ -45,9 +48,6 @@ def make_split(wanted: Wanted, material: Material) -> tuple[Split, Cut]:
             hint="use one of shoal.pipeline(...) and shoal.tensor(...)",
         )
     if wanted.pipeline is not None:
-        return make_pipeline(wanted.pipeline, material)
-    if wanted.tensor is not None and wanted.pipeline is None:
-        parts = CutLayers(material.compute, material.rank, material.reach)
-        group, few, recorder = material.parts, material.few, material.recorder
-        return parts, cut_for_run(wanted.tensor, material.compute, material.optimizer, group, few, recorder)
-    raise UserError(f"split={wanted} is not there yet.")
+        return make_pipeline(wanted.pipeline, material, known)
+    assert wanted.tensor is not None
+    return cut_for_run(wanted.tensor, material, known)

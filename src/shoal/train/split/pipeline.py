@@ -74,12 +74,16 @@ class Pipelined:
     def __init__(self, compute: Compute, line: Line, rank: Callable[[], int], reach: Callable[[str], None]) -> None:
         self._compute, self._line, self._rank, self._reach = compute, line, rank, reach
         self._model = uncompiled(compute.model)
-        self._mail = Mail(line.parts, compute.device)
-        self._flights: dict[tuple[int, int], Flight] = {}
         self._rows: dict[int, Row] = {}
+        self.meet(line.parts)
         self._data: Sequence[Any] = ()
         self._signatures: list[Any] = []
         self._buffers = owned_buffers(self._model, compute.buffers.tensors)
+
+    def meet(self, parts: Group) -> None:
+        self._line = replace(self._line, parts=parts)
+        self._mail = Mail(parts, self._compute.device)
+        self._flights: dict[tuple[int, int], Flight] = {}
 
     # Training.
 

@@ -34,20 +34,21 @@ STATE_BYTES = 4
 """Of a parameter, its gradient and the two moments of Adam, in parameters: what a stage needs at least."""
 
 
-def make_pipeline(wanted: Pipeline, material: "Material") -> tuple[Pipelined, Cut]:
-    """Cut the model into stages, the same ones everywhere, and keep only ours."""
+def make_pipeline(wanted: Pipeline, material: "Material", known: Mapping[str, Any] | None) -> tuple[Pipelined, Cut]:
+    """Cut the model into stages, the same ones everywhere, and keep only ours. `known`: where others cut theirs."""
     compute, parts = material.compute, material.parts
+    cuts = wanted.cuts if known is None else tuple(known["cuts"])
     model = uncompiled(compute.model)
     check_settings(wanted, compute, model)
     num_chunks = CHUNKS[wanted.schedule] * parts.size
     batch = move(material.first, compute.device)
     with untouched(model), autocast(compute.settings.precision, compute.device):
         args, kwargs = capture_call(compute, model, batch, material.rank())
-        programs = write_programs(model, args, kwargs, num_chunks, wanted.cuts or ())
+        programs = write_programs(model, args, kwargs, num_chunks, cuts or ())
         places = find_places(programs[0], model, compute.buffers.tensors)
         form = CallForm(args, kwargs)
-        if wanted.cuts is not None:
-            bounds = given_places(places, wanted.cuts, num_chunks, len(programs[0].nodes))
+        if cuts is not None:
+            bounds = given_places(places, cuts, num_chunks, len(programs[0].nodes))
             report: dict[str, Any] = {}
         else:
             places.check_enough(num_chunks)
@@ -58,9 +59,10 @@ def make_pipeline(wanted: Pipeline, material: "Material") -> tuple[Pipelined, Cu
     chunks = make_chunks(programs, bounds, names, parts)
     owners = owners_of(programs[0], bounds, parts.size, [*model.parameters(), *compute.buffers.tensors])
     check_alike(programs, names, owners, parts.size)
-    cut = keep_ours(model, owners, parts)
+    cut = keep_ours(model, owners, parts, names)
     line = Line(parts=parts, schedule=wanted.schedule, chunks=chunks, num_chunks=num_chunks, form=form)
-    tell(wanted, material, names, num_chunks, report)
+    if known is None:
+        tell(wanted, material, names, num_chunks, report)
     return Pipelined(compute, line, material.rank, material.reach), cut
 
 
@@ -212,7 +214,7 @@ def check_alike(
             )
 
 
-def keep_ours(model: nn.Module, owners: Mapping[int, int], parts: Group) -> Cut:
+def keep_ours(model: nn.Module, owners: Mapping[int, int], parts: Group, cuts: Sequence[str]) -> Cut:
     """Let go of other stages' parameters. Buffers are small and stay; those that change are their stage's."""
     held: dict[str, Sequence[Held]] = {
         name: [... if part == owners[id(value)] else None for part in range(parts.size)]
@@ -222,7 +224,7 @@ def keep_ours(model: nn.Module, owners: Mapping[int, int], parts: Group) -> Cut:
     for parameter in model.parameters():
         if owners[id(parameter)] != parts.rank:
             parameter.data = parameter.data.new_empty(0)
-    return Cut(held=held)
+    return Cut(held=held, facts={"cuts": list(cuts)})
 
 
 def tell(

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from shoal.comm.group import Group
 from shoal.data.ledger import StepPlan
 from shoal.train.sync.sync import Standing, Sync
 
@@ -39,4 +40,8 @@ class Split(Protocol):
 
     def use(self, function: Forward, batch: Any) -> Any:
         """`function(model, batch)` without gradients, with the same result on every part."""
+        ...
+
+    def meet(self, parts: Group) -> None:
+        """The parts of this copy are held by these from here on. What was under way with others is forgotten."""
         ...

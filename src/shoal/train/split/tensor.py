@@ -4,13 +4,12 @@ import ctypes
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from shoal.comm.group import Group
-from shoal.observe.recorder import Recorder
 from shoal.spec.errors import UserError
 from shoal.spec.strategy import Tensor
 from shoal.train.agree import check_agreement
@@ -19,7 +18,7 @@ from shoal.train.compute import Compute, uncompiled
 from shoal.train.cut import Cut, Held, Slice
 from shoal.train.flat import shorten
 from shoal.train.saving import say
-from shoal.train.split.split import Forward
+from shoal.train.split.split import Forward, Work
 from shoal.train.split.tensor_check import Comparison
 from shoal.train.split.tensor_layers import cut_parameters, install
 from shoal.train.split.tensor_plan import Plan, Planner
@@ -27,31 +26,67 @@ from shoal.train.split.tensor_portion import Layout, Parts, Portion, Stuck, slic
 from shoal.train.split.tensor_trial import Trial
 from shoal.train.split.whole import Whole
 
+if TYPE_CHECKING:
+    from shoal.train.split.make import Material
 
-class CutLayers(Whole):
-    """Computes as a whole model does: only that layers were cut, and what they give may be, too."""
+
+class CutLayers:
+    """Computes as a whole model does: only that layers were cut and talk, and what they give may be cut, too."""
+
+    def __init__(self, whole: Whole, parts: Parts) -> None:
+        self._whole, self._parts = whole, parts
+
+    def run(self, work: Work) -> None:
+        self._whole.run(work)
 
     def use(self, function: Forward, batch: Any) -> Any:
-        return _gathered(super().use(function, batch))
+        return _gathered(self._whole.use(function, batch))
+
+    def meet(self, parts: Group) -> None:
+        self._parts.meet(parts)
 
 
-def cut_layers(model: nn.Module, wanted: Tensor, group: Group, trial: Trial) -> tuple[Cut, Plan]:
-    """Let `model` hold slices: ours of those that `group` holds together. Returns who holds what, and how it was cut.
+def cut_layers(model: nn.Module, wanted: Tensor, parts: Parts, trial: Trial) -> tuple[Cut, Plan]:
+    """Let `model` hold slices: ours of those that `parts` hold together. Returns who holds what, and how it was cut.
 
     `trial` runs the loss, which needs the model; all parts must have the same model and samples. It is run some times
     before and once after: a model that then computes something else is refused.
     """
-    with trial.undisturbed():
-        plan = Planner(model, group.size, wanted.plan, trial.forward).find()
-    check_agreement(group, {"the plan of split=tensor": plan})
+    plan = _find_plan(model, wanted, parts, trial)
+    check_agreement(parts.group, {"the plan of split=tensor": plan})
     comparison = Comparison(trial)
-    parts = Parts(group)
+    cut = _install(model, plan, parts)
+    comparison.check(cut, parts.part)
+    return cut, plan
+
+
+def cut_alike(model: nn.Module, wanted: Tensor, parts: Parts, trial: Trial, known: Mapping[str, Any]) -> Cut:
+    """`cut_layers` where the other parts have been cut already, and this way: nothing is said to them."""
+    plan = _find_plan(model, wanted, parts, trial)
+    if _written(plan) != known["plan"]:
+        raise UserError(
+            "This worker would cut the model in another way than the others did.",
+            why="its model, its first samples or its version of shoal are not theirs",
+            hint="let every worker make the same model, with the same versions of everything",
+        )
+    return _install(model, plan, parts)
+
+
+def _find_plan(model: nn.Module, wanted: Tensor, parts: Parts, trial: Trial) -> Plan:
+    with trial.undisturbed():
+        return Planner(model, parts.num_parts, wanted.plan, trial.forward).find()
+
+
+def _install(model: nn.Module, plan: Plan, parts: Parts) -> Cut:
     cut = _slice(model, plan, parts)
     for name, layer in plan.items():
         install(model.get_submodule(name), layer, parts)
     _leave_fast_paths(model)
-    comparison.check(cut, group.rank)
-    return cut, plan
+    return cut
+
+
+def _written(plan: Plan) -> dict[str, str]:
+    return {name: str(layer) for name, layer in plan.items()}
 
 
 def _slice(model: nn.Module, plan: Plan, parts: Parts) -> Cut:
@@ -71,7 +106,7 @@ def _slice(model: nn.Module, plan: Plan, parts: Parts) -> Cut:
         # A graph that someone still has knows the old shape of the gradient; autograd forgets that with the type.
         value.data = mine.new_empty(0, dtype=torch.float64 if mine.dtype != torch.float64 else torch.float32)
         value.data = mine
-    return Cut(held=held)
+    return Cut(held=held, facts={"plan": _written(plan)})
 
 
 def _slices(layout: Layout, size: int, num_parts: int) -> list[Held]:
@@ -106,27 +141,29 @@ def _gathered(value: Any) -> Any:
 # A run's own.
 
 
-def cut_for_run(
-    wanted: Tensor,
-    compute: Compute,
-    optimizer: torch.optim.Optimizer,
-    group: Group,
-    samples: Any,
-    recorder: Recorder,
-) -> Cut:
-    """Cut the model of a run, and tell how. Raises UserError where it cannot be cut, or not with these settings."""
+def cut_for_run(wanted: Tensor, material: "Material", known: Mapping[str, Any] | None) -> tuple[CutLayers, Cut]:
+    """Cut the model of a run, and tell how. Raises UserError where it cannot be cut, or not with these settings.
+
+    `known`: how the others' models were cut, where they were before.
+    """
+    compute, recorder = material.compute, material.recorder
     model = uncompiled(compute.model)
-    _check_settings(compute, optimizer)
-    _check_same_kernels(group)
+    parts, trial = Parts(material.parts), Trial(compute, material.few)
+    split = CutLayers(Whole(compute, material.rank, material.reach), parts)
+    if known is not None:
+        cut = cut_alike(model, wanted, parts, trial, known)
+        _give_back()
+        return split, cut
+    _check_settings(compute, material.optimizer)
+    _check_same_kernels(parts.group)
     before = _num_bytes(model)
-    cut, plan = cut_layers(model, wanted, group, Trial(compute, samples))
+    cut, plan = cut_layers(model, wanted, parts, trial)
     _give_back()
-    facts = {"layers": {name: str(layer) for name, layer in plan.items()}, "bytes_whole": before}
-    facts["bytes_held"] = _num_bytes(model)
+    facts = {"layers": _written(plan), "bytes_whole": before, "bytes_held": _num_bytes(model)}
     if recorder.rank == 0:
         recorder.event("tensor_plan", None, **facts)
-    say(_summary(group.size, facts), recorder.rank)
-    return cut
+    say(_summary(parts.num_parts, facts), recorder.rank)
+    return split, cut
 
 
 def _check_settings(compute: Compute, optimizer: torch.optim.Optimizer) -> None:

@@ -59,7 +59,12 @@ class Parts:
     """The region of a run: the workers that hold one copy together."""
 
     def __init__(self, group: Group) -> None:
-        self.group, self.num_parts, self.part = group, group.size, group.rank
+        self.num_parts, self.part = group.size, group.rank
+        self.meet(group)
+
+    def meet(self, group: Group) -> None:
+        """Other workers hold the other parts from here on; ours stays the same."""
+        self.group = group
         self._entered: tuple[ref[torch.Tensor], int, torch.Tensor] | None = None
 
     def enter(self, whole: torch.Tensor) -> torch.Tensor:

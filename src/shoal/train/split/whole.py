@@ -1,10 +1,11 @@
-"""A copy that one worker holds as a whole, or whose layers talk to the other parts by themselves."""
+"""A copy that one worker holds as a whole."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from shoal.comm.group import Group
 from shoal.train.compute import Compute, uncompiled
 from shoal.train.errors import in_user_code
 from shoal.train.split.split import Forward, Work
@@ -38,3 +39,6 @@ class Whole:
 
     def use(self, function: Forward, batch: Any) -> Any:
         return function(uncompiled(self._compute.model), batch)
+
+    def meet(self, parts: Group) -> None:
+        """Nobody else holds any of it."""

@@ -1,0 +1,73 @@
+"""Models that several workers hold together go on when some of them are lost: from the other copies, or from disk."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.testing import Faults, FaultyRun
+
+JOB = str(Path(__file__).with_name("parted_job.py"))
+
+
+def endings(run: FaultyRun, num_workers: int = 4) -> list[dict[str, Any]]:
+    found = [re.findall(r"^ended (.*)$", run.log(rank), re.MULTILINE) for rank in range(num_workers)]
+    return [json.loads(text) for texts in found for text in texts]
+
+
+def run_job(faults: Faults, workers: str, *, is_exact: bool = False, **options: str) -> FaultyRun:
+    env = {"WANTED": workers.partition(":")[2], **({"EXACT": "1"} if is_exact else {})}
+    return faults.run(JOB, num_workers=workers, options=options, env=env)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[bool, dict[str, Any]]:
+    """How the job ends in one process, exactly and not."""
+    found = {}
+    for is_exact in (False, True):
+        env = {**os.environ, **({"EXACT": "1"} if is_exact else {})}
+        done = subprocess.run([sys.executable, JOB], capture_output=True, text=True, timeout=60, check=True, env=env)
+        found[is_exact] = json.loads(done.stdout.partition("ended ")[2])
+    return found
+
+
+def check_ended(run: FaultyRun, expected: dict[str, Any], *, is_exact: bool, at_least: int) -> None:
+    assert run.exit_code == 0, [event.data for event in run.of("error")]
+    found = endings(run)
+    assert len(found) >= at_least
+    assert len({ending["digest"] for ending in found}) == 1
+    for ending in found:
+        assert ending["step"] == expected["step"]
+        assert ending["lr"] == expected["lr"]
+        # Parts add up in another order than one process does: one rounding in 2^24 a step.
+        assert ending["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+        assert ending["first"] == pytest.approx(expected["first"], rel=1e-3)
+    if is_exact:
+        assert found[0]["digest"] == expected["digest"]
+
+
+def test_a_copy_in_stages_is_lost_and_comes_back(alone):
+    """One of four is lost: the other copy goes on, one stands aside, and all four work when the replacement is in."""
+    faults = Faults().kill(rank=3, step=6, at="forward").kill(rank=0, step=20, at="summed", incarnation=None)
+    run = run_job(faults, "2:4", is_exact=True, split="pipeline:2")
+    check_ended(run, alone[True], is_exact=True, at_least=2)
+    assert not run.of("resumed"), "nothing was read from disk"
+    assert [len(event.data["members"]) for event in run.of("world")][:3] == [4, 3, 4]
+
+
+def test_layers_in_parts_are_lost_and_come_back(alone):
+    faults = Faults().kill(rank=1, step=6, at="backward").kill(rank=2, step=14, at="updating", incarnation=None)
+    run = run_job(faults, "2:4", split="tensor:2", transport="tcp")
+    check_ended(run, alone[False], is_exact=False, at_least=2)
+    assert not run.of("resumed")
+
+
+def test_a_part_that_nobody_else_has_comes_from_the_checkpoint(alone):
+    run = run_job(Faults().kill(rank=1, step=17, at="backward"), "2:2", is_exact=True, split="pipeline:2")
+    check_ended(run, alone[True], is_exact=True, at_least=2)
+    assert {event.step for event in run.of("resumed")} == {15}
