@@ -65,7 +65,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    trainer = shoal.Trainer(model, loss, optimizer, displays(6400, seed=1), batch_size=256, exact=True)
+    trainer = shoal.Trainer(model, loss, optimizer, displays(5600, seed=1), batch_size=256, exact=True)
     trainer.fit(epochs=options.epochs)
     found = trainer.evaluate(displays(1000, seed=2), accuracy)
     if trainer.rank == 0:

@@ -80,7 +80,7 @@ def write(model: nn.Module, start: str, length: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=54)
+    parser.add_argument("--steps", type=int, default=44)
     parser.add_argument("--batch-size", type=int, default=64)
     options = parser.parse_args()
     torch.manual_seed(0)
