@@ -20,6 +20,7 @@ from torch import nn
 
 import shoal
 from shoal.train import team
+from shoal.train.sync import sharded_host, sharded_ring
 from shoal.train.sync.shared import SharedMemorySync
 
 NUM_SAMPLES, BATCH, WIDTH = 256, 32, 16
@@ -29,6 +30,8 @@ WANTED = int(os.environ.get("ELASTIC_WANTED", "0"))
 """Steps are slow while there are fewer workers than this."""
 PAUSE = float(os.environ.get("ELASTIC_PAUSE", "0"))
 """Seconds that every step lasts at least, for runs that something is done to from outside."""
+BUCKET = int(os.environ.get("ELASTIC_BUCKET", "0"))
+"""Elements of a bucket of gradients, where they pass through a ring: with small ones workers wait in backward."""
 
 
 class Pace:
@@ -109,6 +112,7 @@ def make_trainer(model: nn.Module, optimizer: torch.optim.Optimizer, dataset: An
 def say(name: str, trainer: shoal.Trainer, **more: Any) -> None:
     times = trainer.model.times() if isinstance(trainer.model, Counting) else None
     told = {"job": name, "step": trainer.place.step, "digest": trainer.digest(), "times": times, **more}
+    told["norms"] = [float(value.double().norm()) for value in trainer.model.state_dict().values()]
     print("ended", json.dumps(told, sort_keys=True), flush=True)
 
 
@@ -302,5 +306,7 @@ JOBS: dict[str, Callable[[str], None]] = {
 }
 
 if __name__ == "__main__":
+    if BUCKET:
+        sharded_host.BUCKET_ELEMENTS = sharded_ring.BUCKET_ELEMENTS = BUCKET
     for job in sys.argv[1:] or JOBS:
         JOBS[job](job)

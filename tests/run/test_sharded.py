@@ -38,15 +38,18 @@ print("digest", trainer.digest(), all(bool(p.isfinite().all()) for p in model.pa
     ("sync", "transport"), [("sharded:gradients", "shm"), ("sharded:optimizer", "tcp"), ("sharded:parameters", "tcp")]
 )
 def test_a_bad_step_is_left_out_by_all(sync: str, transport: str, tmp_path: Path) -> None:
-    """One worker's loss is no number; all leave the step out and stay equal."""
+    """One worker's loss is no number, in the very first step, too; all leave the step out and stay equal."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     options = {"sync": sync, "transport": transport}
     done = (
-        Faults().nan(rank=1, step=3).run(str(script), num_workers=2, run_dir=str(tmp_path / "run"), options=options)
+        Faults()
+        .nan(rank=0, step=0)
+        .nan(rank=1, step=3)
+        .run(str(script), num_workers=2, run_dir=str(tmp_path / "run"), options=options)
     )
     assert done.exit_code == 0
-    assert {(event.rank, event.step) for event in done.of("step_skipped")} == {(0, 3), (1, 3)}
+    assert {(event.rank, event.step) for event in done.of("step_skipped")} == {(0, 0), (1, 0), (0, 3), (1, 3)}
     lines = {line for rank in (0, 1) for line in done.log(rank).splitlines() if line.startswith("digest")}
     assert len(lines) == 1
     assert lines.pop().endswith("True")

@@ -1,7 +1,7 @@
 """Ranks of a shared-memory group as threads of one process: the same code, without the cost of starting processes."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,12 +15,17 @@ from shoal.comm.process import describe_self
 from shoal.comm.shm import ShmGroup
 
 
-def run_ranks(size: int, work: Callable[[ShmGroup], Any], timeout_seconds: float = 20.0) -> list[Any]:
+def run_ranks(
+    size: int,
+    work: Callable[[ShmGroup], Any],
+    timeout_seconds: float = 20.0,
+    look: Callable[[Sequence[int], float], None] = lambda ranks, seconds: None,
+) -> list[Any]:
     """What `work` returned on each rank of a group."""
     control = reserve(boards.num_bytes(size))
 
     def serve(rank: int) -> Any:
-        board = Board(map_memory(control), rank, size, timeout_seconds, lambda _: True)
+        board = Board(map_memory(control), rank, size, timeout_seconds, lambda _: True, look)
 
         def gather(number: int) -> list[int]:
             board.post(np.array([number]))

@@ -67,7 +67,7 @@ class ChunkedOptimizer:
         optimizer: torch.optim.Optimizer,
         flat: FlatModel,
         owned: Sequence[Chunk],
-        gradients: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
         values: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.optimizer = optimizer
@@ -92,9 +92,9 @@ class ChunkedOptimizer:
             chunks = [self._chunks[number] for number in numbers if self._owned[number].group == index]
             group["params"] = [witness, *chunks] if with_witness else chunks
 
-    def use(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take these from now on, one for each chunk."""
-        for chunk, gradient in zip(self._chunks, gradients, strict=True):
+    def use(self, gradients: Sequence[torch.Tensor | None], first: int = 0) -> None:
+        """Take these from now on, for as many chunks from the first on."""
+        for chunk, gradient in zip(self._chunks[first : first + len(gradients)], gradients, strict=True):
             chunk.grad = gradient
 
     def _places(self) -> Iterator[tuple[nn.Parameter, Chunk]]:
@@ -149,13 +149,16 @@ class ChunkedOptimizer:
 
     @contextmanager
     def standing_in(
-        self, owned: Sequence[Chunk], gradients: Sequence[torch.Tensor], scalars: Sequence[Mapping[str, float]]
+        self, owned: Sequence[Chunk], scalars: Sequence[Mapping[str, float]]
     ) -> Iterator["ChunkedOptimizer"]:
-        """The same optimizer for the chunks of another rank, which had counted `scalars`; then ours is as before."""
+        """The same optimizer for the chunks of another rank, which had counted `scalars`; then ours is as before.
+
+        Their gradients are still to be given to it.
+        """
         groups, state = [group["params"] for group in self.optimizer.param_groups], self.optimizer.state
         self.optimizer.state = defaultdict(dict)
         try:
-            other = ChunkedOptimizer(self.optimizer, self._flat, owned, gradients)
+            other = ChunkedOptimizer(self.optimizer, self._flat, owned, [None] * len(owned))
             other._state = dict(self._state)
             other.restore({f"/{name}": flat for name, flat in self._state.items()}, scalars, self._no_more)
             yield other

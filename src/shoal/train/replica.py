@@ -13,13 +13,17 @@ from shoal.train.whole import WholeOptimizer
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 """(number of elements, type) -> a flat buffer, private or seen by all workers of a host."""
 
+Fill = Callable[[int, torch.Tensor], object]
+"""(number of a chunk among the owned ones, out): puts its gradient into `out`."""
+
 
 class Replica:
     """Parameters in a flat buffer, and the update of the part of it that this worker owns.
 
     With a shared `allocate` all workers of a host see the same values and each owns a part; with a private one
     every worker owns everything. `is_source` marks the worker whose initial values count, `is_dealt` that chunks are
-    owned in turn and not in runs, `is_alone` that gradients are given to each `update`, one for each parameter.
+    owned in turn and not in runs, `is_alone` that gradients are given to each `update`, one for each parameter. With
+    `shows_gradient` the memory of `gradient` is everybody's, and has room for all chunks.
     """
 
     def __init__(
@@ -33,27 +37,42 @@ class Replica:
         ema_decay: float | None,
         is_dealt: bool = False,
         is_alone: bool = False,
+        shows_gradient: bool = False,
     ) -> None:
         self.flat = FlatModel(model, optimizer, allocate)
         self.flat.place(is_source=is_source)
         self._allocate = allocate
         self._is_source = is_source
         self._decay = ema_decay
+        self._is_dealt, self._num_owners = is_dealt, owner[1]
         self.counted: list[dict[str, float]] = []
-        layout = self.flat.layout
-        self.owned: Sequence[Chunk] = (layout.dealt if is_dealt else layout.owned)(*owner)
-        if is_alone:
-            self.owned = layout.by_parameter()
+        self.owned: Sequence[Chunk] = self.flat.layout.by_parameter() if is_alone else self.owned_by(owner[0])
         self.average = allocate(self.flat.layout.total, self.flat.dtype) if ema_decay is not None else None
         if self.average is not None and is_source:
             self.average.copy_(self.flat.values)
-        self.gradient = self.flat.values.new_zeros(sum(c.stop - c.start for c in self.owned))
-        self.gradients = self.gradient.split([c.stop - c.start for c in self.owned])
+        self.gradients: Sequence[torch.Tensor]
+        if shows_gradient:
+            self.gradient = allocate(self.flat.layout.total, self.flat.dtype)
+            self.gradients = [self.gradient[c.start : c.stop] for c in self.owned]
+        else:
+            self.gradient = self.flat.values.new_zeros(sum(c.stop - c.start for c in self.owned))
+            self.gradients = self.gradient.split([c.stop - c.start for c in self.owned])
+        self._registers: list[torch.Tensor] = []
         self.optimizer: ChunkedOptimizer | WholeOptimizer = (
             ChunkedOptimizer(optimizer, self.flat, self.owned, self.gradients)
             if is_elementwise(optimizer)
             else WholeOptimizer(optimizer, self.flat, self.gradient)
         )
+
+    def owned_by(self, rank: int) -> Sequence[Chunk]:
+        """The chunks that a rank updates."""
+        layout = self.flat.layout
+        return (layout.dealt if self._is_dealt else layout.owned)(rank, self._num_owners)
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients of the owned part."""
+        for gradient in self.gradients:
+            gradient.mul_(factor)
 
     def update(self, gradients: Sequence[torch.Tensor] | None = None) -> None:
         """Apply `gradient`, or those given, to the owned part."""
@@ -67,24 +86,30 @@ class Replica:
     def _allocate_state(self) -> torch.Tensor:
         return self._allocate(self.flat.layout.total, self.flat.dtype)
 
-    def update_with(self, undo: Undo, turn: int) -> None:
-        """`update`, so that another worker can complete it, should this one die on the way."""
+    def update_with(self, undo: Undo, turn: int, factor: float | None = None) -> None:
+        """`update`, so that another worker can complete it, should this one die on the way.
+
+        Gradients count times `factor`, and stay as they are: whoever completes it may need them.
+        """
         assert isinstance(self.optimizer, ChunkedOptimizer)
         self.counted = self.optimizer.scalars()
-        self._run(undo, turn, self.optimizer, self.owned)
+        if factor is None:
+            self._run(undo, turn, self.optimizer, self.owned)
+            return
+        mine, scale = self.gradients, factor
+        self._run(undo, turn, self.optimizer, self.owned, lambda n, out: torch.mul(mine[n], scale, out=out))
+        self.optimizer.use(mine)
 
-    def complete(
-        self, undo: Undo, turn: int, owned: Sequence[Chunk], gradient: Callable[[Chunk, torch.Tensor], None]
-    ) -> None:
+    def complete(self, undo: Undo, turn: int, rank: int, gradient: Callable[[Chunk, torch.Tensor], None]) -> None:
         """Complete the update of another worker, from the record it left. `gradient` fills in a chunk's."""
         assert isinstance(self.optimizer, ChunkedOptimizer)
-        gradients = [self.flat.values.new_empty(place.stop - place.start) for place in owned]
-        for place, out in zip(owned, gradients, strict=True):
-            gradient(place, out)
-        with self.optimizer.standing_in(owned, gradients, self.counted) as optimizer:
-            self._run(undo, turn, optimizer, owned)
+        owned = self.owned_by(rank)
+        with self.optimizer.standing_in(owned, self.counted) as optimizer:
+            self._run(undo, turn, optimizer, owned, lambda number, out: gradient(owned[number], out))
 
-    def _run(self, undo: Undo, turn: int, optimizer: ChunkedOptimizer, owned: Sequence[Chunk]) -> None:
+    def _run(
+        self, undo: Undo, turn: int, optimizer: ChunkedOptimizer, owned: Sequence[Chunk], fill: Fill | None = None
+    ) -> None:
         batches = [range(at, min(at + BATCH_CHUNKS, len(owned))) for at in range(0, len(owned), BATCH_CHUNKS)]
         batches = batches or [range(0)]  # what the optimizer counts goes on without a chunk, too
         average = self.average
@@ -97,10 +122,22 @@ class Replica:
         with optimizer.in_batches() as step_some:
 
             def act(number: int) -> None:
-                step_some(batches[number])
-                self._follow([owned[index] for index in batches[number]])
+                batch = batches[number]
+                if fill is not None:
+                    optimizer.use(self._filled(batch, owned, fill), batch.start)
+                step_some(batch)
+                self._follow([owned[index] for index in batch])
 
             undo.run(turn, len(batches), changes, act)
+
+    def _filled(self, batch: range, owned: Sequence[Chunk], fill: Fill) -> list[torch.Tensor]:
+        """Gradients of a batch of chunks, in memory that the next batch uses again."""
+        self._registers = self._registers or [self.flat.values.new_empty(CHUNK) for _ in range(BATCH_CHUNKS)]
+        sizes = [owned[number].stop - owned[number].start for number in batch]
+        gradients = [register[:size] for register, size in zip(self._registers, sizes, strict=False)]
+        for number, out in zip(batch, gradients, strict=True):
+            fill(number, out)
+        return gradients
 
     @property
     def num_kept(self) -> int:

@@ -39,7 +39,7 @@ def make_sharded(
     On one host `SharedMemorySync` is the answer for "optimizer": all workers see one set of parameters and optimizer
     state anyhow, and each updates its part of it.
     """
-    check_sharded(wanted, optimizer, is_elastic=keywords["is_elastic"])
+    check_sharded(wanted, optimizer)
     sync = _make(wanted, group, model, optimizer, across, homes, keywords)
     give_back()
     return sync
@@ -58,17 +58,17 @@ def _make(
         if wanted.level == "optimizer":
             return SharedMemorySync(group, model, optimizer, **keywords)
         _check_not_exact(wanted, keywords["exact"], "sync=shoal.sharded('optimizer')")
-        return HostShardedSync(group, model, optimizer, **_without_special(keywords))
+        return HostShardedSync(group, model, optimizer, **_without(keywords, "exact"))
     _check_not_exact(wanted, keywords["exact"], "sync=shoal.all_reduce()")
+    _check_fixed(wanted, keywords["is_elastic"])
     give_back_at_once()
     blocks = find_blocks(model, homes) if wanted.level == "parameters" and homes is not None else None
-    return MessageShardedSync(
-        group, model, optimizer, level=wanted.level, blocks=blocks, across=across, **_without_special(keywords)
-    )
+    keywords = _without(keywords, "exact", "is_elastic")
+    return MessageShardedSync(group, model, optimizer, level=wanted.level, blocks=blocks, across=across, **keywords)
 
 
-def _without_special(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in keywords.items() if name not in ("exact", "is_elastic")}
+def _without(keywords: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in keywords.items() if name not in names}
 
 
 def find_blocks(model: nn.Module, homes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
@@ -78,7 +78,7 @@ def find_blocks(model: nn.Module, homes: Mapping[str, Sequence[str]]) -> dict[st
     return choose_blocks(sizes, homes, limit, limit // 16)
 
 
-def check_sharded(wanted: Sharded, optimizer: torch.optim.Optimizer, *, is_elastic: bool) -> None:
+def check_sharded(wanted: Sharded, optimizer: torch.optim.Optimizer) -> None:
     """Raise UserError for an optimizer whose update of an element looks at others."""
     if not is_elementwise(optimizer):
         fitting = ", ".join(kind.__name__ for kind in ELEMENTWISE)
@@ -87,9 +87,12 @@ def check_sharded(wanted: Sharded, optimizer: torch.optim.Optimizer, *, is_elast
             why=f"sync={wanted} cuts tensors anywhere, and this optimizer may look at whole ones",
             hint=f"use one of torch.optim's {fitting}; or sync=shoal.all_reduce()",
         )
+
+
+def _check_fixed(wanted: Sharded, is_elastic: bool) -> None:
     if is_elastic:
         raise UserError(
-            f"sync={wanted} needs a fixed number of workers.",
+            f"sync={wanted} by messages needs a fixed number of workers.",
             why="each holds a part of the state that nobody else has, and it would be lost with its worker",
             hint="start with one number, such as `-n 4`, or use sync=shoal.all_reduce()",
         )

@@ -1,24 +1,19 @@
 """Copies on one host that keep one set of everything among them: parameters, optimizer state, and gradients, too."""
 
-import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import torch
 from torch import nn
 
 from shoal.comm.shm import ShmGroup
+from shoal.train.flat import Chunk
 from shoal.train.replica import Replica
 from shoal.train.summing import square_of
-from shoal.train.sync.sharded_ring import BUCKET_ELEMENTS, Ring, StreamGradients
+from shoal.train.sync.sharded_ring import BUCKET_ELEMENTS, NUM_SIGNALS, Ring, StreamGradients
 from shoal.train.sync.sharded_route import Route, first_order, plan_route
+from shoal.train.sync.shared_step import SharedStep
 from shoal.train.sync.sync import Outcome, Row, Standing
-from shoal.train.sync.table import NotFinite, StepTable, checked_norm, look, not_finite
-
-T = TypeVar("T")
-
-POSTED, SUMMED, UPDATED = range(2, 5)
-"""Signals of a step, after those of the ring: rows posted, slice summed, slice updated."""
+from shoal.train.sync.table import NotFinite, not_finite
 
 
 class HostShardedSync:
@@ -32,6 +27,9 @@ class HostShardedSync:
 
     Where each worker has one piece of a step, sums are those of `SharedMemorySync` to the last bit. Several pieces
     are added up piece by piece over all workers, instead of worker by worker over all pieces.
+
+    What has passed through the ring is gone. So in an elastic run the sums, too, are in memory that all see, and a
+    survivor completes the update of a dead worker from there.
     """
 
     is_round_over = True
@@ -46,9 +44,10 @@ class HostShardedSync:
         max_norm: float | None = None,
         ema_decay: float | None = None,
         source: int = 0,
+        is_elastic: bool = False,
         reach: Callable[[str], None] = lambda point: None,
     ) -> None:
-        self._reach, self._group, self._max_norm = reach, group, max_norm
+        self._group = group
         self.replica = Replica(
             model,
             optimizer,
@@ -57,15 +56,23 @@ class HostShardedSync:
             is_dealt=True,
             is_source=group.rank == source,
             ema_decay=ema_decay,
+            shows_gradient=is_elastic,
         )
         layout = self.replica.flat.layout
         self._numbers = range(group.rank, len(layout.chunks), group.size)
-        self._squares = group.common(4 * len(layout.chunks)).view(torch.float32)
         self._blamed = group.common(8 * len(layout.names)).view(torch.int64).numpy()
         self._arrived = group.common(8 * len(layout.names)).view(torch.int64)
-        self._table = StepTable(num_shards, group.size, lambda size: group.common(8 * size).view(torch.float64))
-        self._ring = Ring(group, self.replica.gradients, self.replica.flat.dtype)
-        self._turn = 0
+        self._step = SharedStep(
+            group,
+            self.replica,
+            self,
+            num_shards=num_shards,
+            channel=NUM_SIGNALS,
+            max_norm=max_norm,
+            is_elastic=is_elastic,
+            reach=reach,
+        )
+        self._ring = Ring(group, self.replica.gradients, self.replica.flat.dtype, self._step.watch)
         group.barrier()
         self.gradients = StreamGradients(
             self.replica.flat.parameters, layout, self._ring, self._plan(first_order(layout, model))
@@ -75,65 +82,43 @@ class HostShardedSync:
         return plan_route(self.replica.flat.layout, order, self.replica.owned, BUCKET_ELEMENTS)
 
     def begin(self, num_shards: int, assignment: Sequence[range]) -> None:
-        self._turn += 1
-        self._num_shards = num_shards
-        if self._turn == 2:  # the order in which gradients came in the first worker's first step is everybody's now
+        self._step.begin(num_shards)
+        if self._step.turn == 2:  # the order in which gradients came in the first worker's first step is everybody's
             self.gradients.route = self._plan(self._arrived.tolist())
         self._ring.begin(self.gradients.route)
 
     def post(self, rows: Sequence[Row], mine: range, standing: Standing) -> None:
-        self._table.write(rows, mine, self._group.rank, standing)
-        self._group.signal(POSTED, self._turn)
-        self._reach("posted")
+        self._step.post(rows, mine, standing)
 
     def finish(self) -> Outcome:
-        started = time.perf_counter()
-        before = self._ring.waited
+        return self._step.finish()
+
+    def end(self) -> None:
+        """The step's last backward is over: take what is on its way, and tell the order in which ours came."""
         self._ring.drain()
-        self._ring.wait(POSTED, self._turn)
-        totals = look(self._group, self._table.read, self._num_shards)
-        self._scale(1.0 / totals.weight)
-        self._tell_order()
-        self._group.signal(SUMMED, self._turn)
-        self._reach("summed")
-        self._ring.wait(SUMMED, self._turn)
-        norm = look(self._group, checked_norm, self._squares.tolist(), self._find_not_finite)
-        if self._max_norm is not None and norm > self._max_norm:
-            self.replica.gradient.mul_(self._max_norm / norm)
-        self._reach("updating")
-        self.replica.update()
-        self._group.signal(UPDATED, self._turn)
-        self._reach("updated")
-        self._ring.wait(UPDATED, self._turn)
-        ring = self._ring
-        return Outcome(
-            totals=totals,
-            norm=norm,
-            communicate=time.perf_counter() - started - (ring.waited - before),
-            wait=ring.waited,
-            waited_for=ring.waited_for,
-        )
-
-    def _scale(self, factor: float) -> None:
-        """Divide the sums by the weight of the batch, and square them, chunk by chunk, as others do it."""
-        layout = self.replica.flat.layout
-        for number, values in zip(self._numbers, self.replica.gradients, strict=True):
-            square = square_of(values.mul_(factor))
-            self._squares[number] = square
-            if not square.isfinite():
-                names = not_finite(layout, number, values)
-                self._blamed[[layout.names.index(name) for name in names]] = self._turn
-
-    def _find_not_finite(self, index: int) -> list[str]:
-        """What the owners of the bad chunks have found, the same on all ranks."""
-        names = self.replica.flat.layout.names
-        return [name for name, turn in zip(names, self._blamed, strict=True) if turn == self._turn]
-
-    def _tell_order(self) -> None:
-        if self._turn == 1 and self._group.rank == 0:
+        if self._step.turn == 1 and self._group.rank == 0:
             came = self.gradients.arrived
             rest = [index for index in self.gradients.route.order if index not in set(came)]
             self._arrived.copy_(torch.tensor([*came, *rest]))
+
+    def add_up(self, scale: float) -> None:
+        """The ring has added up. Divide by the weight of the batch, and square, chunk by chunk, as others do it."""
+        layout = self.replica.flat.layout
+        for number, values in zip(self._numbers, self.replica.gradients, strict=True):
+            square = square_of(values.mul_(scale))
+            self._step.squares[number] = square
+            if not square.isfinite():
+                names = not_finite(layout, number, values)
+                self._blamed[[layout.names.index(name) for name in names]] = self._step.turn
+
+    def recall(self, chunk: Chunk, scale: float, out: torch.Tensor) -> None:
+        """Its owner has left it where all see it."""
+        out.copy_(self.replica.gradient[chunk.start : chunk.stop])
+
+    def find_not_finite(self, index: int) -> list[str]:
+        """What the owners of the bad chunks have found, the same on all ranks."""
+        names = self.replica.flat.layout.names
+        return [name for name, turn in zip(names, self._blamed, strict=True) if turn == self._step.turn]
 
     def agree(self) -> None:
         """All have the same parameters after every step."""
@@ -141,7 +126,7 @@ class HostShardedSync:
     def resolve(
         self, survivors: Sequence[int], gather: Callable[[str, str], list[str]], *, is_first: bool
     ) -> Outcome | NotFinite | None:
-        raise AssertionError("only elastic runs lose members, and they do not shard")
+        return self._step.resolve(survivors, gather, is_first=is_first)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return dict(self.replica.tensors())

@@ -1,6 +1,5 @@
 """Gradients that pass through a few shared buckets to those who add them up, while backward goes on."""
 
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,9 +9,11 @@ from shoal.comm.shm import ShmGroup
 from shoal.train.flat import CHUNK, FlatLayout
 from shoal.train.summing import StepSum
 from shoal.train.sync.sharded_route import Route, padded
+from shoal.train.sync.stopwatch import Stopwatch
 from shoal.train.tree import Node, most_registers
 
-FILLED, TAKEN = 0, 1
+NUM_SIGNALS = 2
+FILLED, TAKEN = range(NUM_SIGNALS)
 """Signals: how many buckets a rank has filled, and of how many it has added up its part."""
 
 BUCKET_ELEMENTS = 2**19
@@ -34,10 +35,11 @@ class Ring:
     Nobody waits for somebody who waits for him: to fill bucket g one needs that all have taken bucket
     g - NUM_BUCKETS, and to take a bucket only that all have filled it. So the earliest bucket that is not
     filled by all can always be filled, or its filler is still computing. Waiting, a rank first takes what it can.
+    Where a member is lost waits raise MemberLost, in the middle of a backward, too: that ring is of no more use.
     """
 
-    def __init__(self, group: ShmGroup, out: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
-        self._group, self._out = group, out
+    def __init__(self, group: ShmGroup, out: Sequence[torch.Tensor], dtype: torch.dtype, watch: Stopwatch) -> None:
+        self._group, self._out, self._watch = group, out, watch
         shared = group.share(NUM_BUCKETS * BUCKET_ELEMENTS * dtype.itemsize)
         self._buckets: list[Sequence[torch.Tensor]] = [
             memory.view(dtype).split(BUCKET_ELEMENTS) for memory in shared.all
@@ -50,7 +52,6 @@ class Ring:
         ]
         self._turn = self._base = 0
         self._is_drained = True
-        self.waited, self.longest_wait, self.waited_for = 0.0, 1e-4, group.rank
 
     def begin(self, route: Route) -> None:
         """A step begins. All ranks have done with the one before."""
@@ -59,7 +60,6 @@ class Ring:
         self._filled = self._taken = self._used = self._passes = 0
         self._present: list[int] | None = None
         self._is_drained = False
-        self.waited, self.longest_wait, self.waited_for = 0.0, 1e-4, self._group.rank
 
     def open(self, *, is_last: bool) -> None:
         """The next pass begins. Others see that it is the last before they see any of it."""
@@ -90,7 +90,7 @@ class Ring:
             needed = self._filled - NUM_BUCKETS + 1
             while self._taken < needed:
                 self._take()
-            self.wait(TAKEN, self._base + needed)
+            self._watch.wait(TAKEN, self._base + needed)
         return self._mine[self._filled % NUM_BUCKETS]
 
     def _send(self) -> None:
@@ -121,7 +121,7 @@ class Ring:
         number, bucket = divmod(self._taken, self._route.num_buckets)
         if bucket == 0:
             if number == 0:
-                self.wait(FILLED, self._base + 1)
+                self._watch.wait(FILLED, self._base + 1)
             self._present = [rank for rank in range(self._group.size) if self._has_pass(rank, number)]
             if not self._present:
                 return False
@@ -129,7 +129,7 @@ class Ring:
                 [range(rank in self._present) for rank in range(self._group.size)], 1, exact=False
             )
         assert self._present is not None
-        self.wait(FILLED, self._base + self._taken + 1, self._present)
+        self._watch.wait(FILLED, self._base + self._taken + 1, self._present)
         self._sum(bucket, adds=number > 0)
         self._taken += 1
         if bucket + 1 == self._route.num_buckets:
@@ -156,15 +156,10 @@ class Ring:
             if adds:
                 out.add_(total[:size])
 
-    def wait(self, channel: int, value: int, ranks: Sequence[int] | None = None) -> None:
-        """Wait for a signal of these ranks, or all, and take note of how long it took and for whom."""
-        others = None if ranks is None else [rank for rank in ranks if rank != self._group.rank]
-        began = time.perf_counter()
-        last = self._group.wait(channel, value, others)
-        seconds = time.perf_counter() - began
-        if seconds > self.longest_wait:
-            self.longest_wait, self.waited_for = seconds, last
-        self.waited += seconds
+    @property
+    def waited(self) -> float:
+        """Seconds of this step that went by in waiting for others."""
+        return self._watch.seconds
 
 
 class StreamGradients:
@@ -222,6 +217,11 @@ class StreamGradients:
         self._next += 1
 
     def detach(self) -> None:
-        """Take the hooks off, so that the model can be trained by other means."""
+        """Take the hooks off, so that the model can be trained by other means.
+
+        A backward that was cut short has left gradients that waited for their turn: nobody shall add to them.
+        """
         for hook in self._hooks:
             hook.remove()
+        for parameter in self._parameters:
+            parameter.grad = None
