@@ -173,6 +173,14 @@ class TestHistory:
         assert found.spent.redone == pytest.approx(1.0)
         assert [loss.recovery_seconds for loss in found.losses] == [pytest.approx(3.99)] * 2
 
+    def test_what_only_the_lost_had_learned_is_counted_once(self):
+        """Local steps: after the loss the other goes back from step 10 to 6 and on to 12, and nothing was undone."""
+        again = [step(number, 1.5 + 0.1 * number) for number in range(6, 12)]
+        events = [*EVENTS[:7], event("relearning", START + 1.1, rank=0, step=6, until=10)]
+        found = tell_history(events, merge_turns({0: BOTH + again, 1: BOTH}, events))
+        assert found.num_samples == 12 * 64
+        assert found.num_redone == 0
+
     def test_a_worker_that_was_never_let_in_costs_nothing(self):
         lost = event("worker_lost", START + 2.0, rank=1, id="1.7", reason="")
         found = tell_history([*EVENTS, lost], merge_turns(METRICS, EVENTS))

@@ -5,7 +5,7 @@ the end of an epoch. They are cut into `num_shards` shards, fixed for the run, a
 No worker count appears here, so a run may go on from its position with any number of workers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -133,13 +133,13 @@ def shard_bounds(shard: int, count: int, num_shards: int) -> tuple[int, int]:
 class Cut:
     """How a worker's part of a step is cut into pieces, each of which is one forward and backward.
 
-    `mine` are the worker's shards. Without `merge` every shard is a piece of its own; with it, neighbours are
-    joined. No piece has more than `max_piece` samples: cuts fall between shards where possible, inside one where it
-    is larger.
+    `mine` are the worker's shards, in order. Without `merge` every shard is a piece of its own; with it, neighbours
+    are joined, and there must be no gaps between them. No piece has more than `max_piece` samples: cuts fall between
+    shards where possible, inside one where it is larger.
     """
 
     num_shards: int
-    mine: range
+    mine: Sequence[int]
     merge: bool = True
     max_piece: int | None = None
 
@@ -224,7 +224,7 @@ def plan_at(ledger: Ledger, place: Place, cut: Cut, count: int) -> StepPlan:
 
 
 def plan_step(
-    ledger: Ledger, position: int, mine: range, merge: bool = True, max_piece: int | None = None
+    ledger: Ledger, position: int, mine: Sequence[int], merge: bool = True, max_piece: int | None = None
 ) -> StepPlan:
     """A worker's part of the step that begins at `position`. `mine` are its shards: see `shares.assign`."""
     place = ledger.place(position)
@@ -235,7 +235,7 @@ def plan_step(
 def plan_steps(
     ledger: Ledger,
     place: Place,
-    mine: Callable[[int], range],
+    mine: Callable[[int], Sequence[int]],
     *,
     merge: bool = True,
     max_piece: int | None = None,

@@ -1,7 +1,7 @@
 """Batches in time: loads the next steps while the current one is computed."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Self
 
@@ -93,7 +93,7 @@ def load_steps(
     source: Source,
     ledger: Ledger,
     place: Place,
-    mine: Callable[[int], range],
+    mine: Callable[[int], Sequence[int]],
     *,
     merge: bool = True,
     max_piece: int | None = None,

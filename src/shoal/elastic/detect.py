@@ -150,6 +150,9 @@ class Detector:
     def _judge(self, member: str, since: float, by: tuple[str, ...], now: float, hung: float) -> Suspect:
         silent, limit = self.silence(member, now), self.gaps.seconds(now)
         is_frozen = silent > limit
+        known = self.heard.get(member)
+        if known is not None and not is_frozen:  # whoever takes steps is slow, and does not hang
+            since = max(since, known.stepped_at)
         return Suspect(
             id=member,
             is_frozen=is_frozen,

@@ -16,12 +16,14 @@ from shoal.spec.event import Event, StepMetrics
 class Turn:
     """One step as it was taken once, by those whose metrics of it are known: worker -> metrics.
 
-    `is_undone`: the run went back to before it, and took the step again.
+    `is_undone`: the run went back to before it, and took the step again. `is_again`: the step had been taken, and
+    only what a lost worker had learned of it alone was learned once more.
     """
 
     step: int
     metrics: dict[int, StepMetrics] = field(default_factory=dict)
     is_undone: bool = False
+    is_again: bool = False
 
     @property
     def lead(self) -> StepMetrics:
@@ -52,11 +54,13 @@ def merge_turns(metrics: Mapping[int, Sequence[StepMetrics]], events: Sequence[E
     """
     files = list(metrics.values())
     numbers = [[row.step for row in steps] for steps in files]
-    if not any(map(_is_way_back, events)) and all(each == numbers[0] for each in numbers):
+    is_straight = not any(_is_way_back(event) or event.kind == "relearning" for event in events)
+    if is_straight and all(each == numbers[0] for each in numbers):
         # Everybody took every step: this is how nearly all runs are, and the merge would be the slowest part.
         return [Turn(rows[0].step, dict(zip(metrics, rows, strict=True))) for rows in zip(*files, strict=True)]
     turns = _merge(metrics)
     _mark_undone(turns, events)
+    _mark_again(turns, events)
     return turns
 
 
@@ -88,6 +92,18 @@ def _mark_undone(turns: Sequence[Turn], events: Iterable[Event]) -> None:
         for turn in turns:
             if turn.end <= event.time and turn.step >= back_to and turn.step in again:
                 turn.is_undone = True
+
+
+def _mark_again(turns: Sequence[Turn], events: Iterable[Event]) -> None:
+    """Where copies train by themselves, a loss makes the others take steps again, each with what is missing of it."""
+    for event in events:
+        if event.kind == "relearning":
+            missing = range(event.step or 0, int(event.data.get("until", 0)))
+            known = {turn.step for turn in turns if turn.end <= event.time and turn.step in missing}
+            for turn in turns:
+                if turn.end > event.time and turn.step in known:
+                    turn.is_again = True
+                    known.remove(turn.step)
 
 
 def _is_way_back(event: Event) -> bool:

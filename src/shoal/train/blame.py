@@ -18,7 +18,9 @@ MAX_SAMPLES = 10_000
 
 
 @contextmanager
-def naming_samples(ledger: Ledger, source: Source, plan: StepPlan, assignment: Sequence[range]) -> Iterator[None]:
+def naming_samples(
+    ledger: Ledger, source: Source, plan: StepPlan, assignment: Sequence[Sequence[int]]
+) -> Iterator[None]:
     """Say of a loss that is no number which samples it was computed from, and whether they themselves are to blame.
 
     Every worker finds out for itself, from the plan and the dataset alone, so that all of them say the same.

@@ -237,6 +237,11 @@ class Link:
             ids = [world.members[peer].id for peer in ranks]
             self.send("waiting", generation=world.generation, members=ids, seconds=seconds)
 
+    def check(self, world: World) -> None:
+        """Raise MemberLost if that World is not the newest."""
+        with self._news:
+            self._check_generation(world.generation)
+
     def _check_generation(self, generation: int) -> None:
         if self.world is not None and self.world.generation > generation:
             raise superseded(generation, self.world.generation)

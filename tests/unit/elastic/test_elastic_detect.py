@@ -92,7 +92,7 @@ def test_waiting_for_one_who_beats_is_no_crime_for_ten_seconds():
     for tick in range(1, 200):
         at = now + tick * TICK
         for member in MEMBERS:
-            detector.beat(member, 300, at)
+            detector.beat(member, int(now / 0.1), at)
         for member in MEMBERS[1:]:
             detector.waiting(member, ["0.0"], at - now, at)
         found = detector.suspects(MEMBERS, {}, at)
@@ -102,6 +102,18 @@ def test_waiting_for_one_who_beats_is_no_crime_for_ten_seconds():
             assert not found[0].is_frozen
             return
     raise AssertionError("never found")
+
+
+def test_who_takes_steps_does_not_hang_however_long_it_is_waited_for():
+    """Where copies train by themselves, those who are done with a round wait for the slow."""
+    detector, now = warmed_up(0.1)
+    for tick in range(1, 400):
+        at = now + tick * TICK
+        for member in MEMBERS:
+            detector.beat(member, 300 + (tick // 20 if member == "0.0" else 0), at)
+        for member in MEMBERS[1:]:
+            detector.waiting(member, ["0.0"], at - now, at)
+        assert detector.suspects(MEMBERS, {}, at) == []
 
 
 def test_slow_steps_make_hanging_take_longer():
