@@ -231,6 +231,14 @@ class TestText:
         assert "the rest: losses 100 ms (4 %), joins 50 ms (2 %)" in text
         assert "worker lost" not in text
 
+    def test_where_lost_state_came_from(self, path):
+        with Journal(f"{path}/journal.jsonl") as log:
+            for moment, source in ((1.1, "mirror"), (1.9, "mirror"), (2.2, "checkpoint")):
+                log.write(event("state_rebuilt", START + moment, rank=0, step=10, **{"from": source}))
+        text = explain(path).text(100)
+        assert "what only the lost held came back from its mirror twice, from the checkpoint once" in text
+        assert "state rebuilt" not in text
+
     def test_json_has_the_same(self, path):
         found = json.loads(explain(path).json())["history"]
         assert found["effective_ratio"] == pytest.approx(2.5 / 2.65)

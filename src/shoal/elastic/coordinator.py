@@ -132,7 +132,7 @@ class Coordinator:
             return []
         self.calls.saw(process.id, data)
         self._standing.setdefault(process.id, self._time.now)
-        self.state = membership.stood(self.state, process.id, now)
+        self.state = membership.stood(self.state, process.id, now, data.get("most_leaving"))
         self._note_missed()
         return self._settle(now)
 

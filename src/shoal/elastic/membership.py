@@ -64,8 +64,9 @@ class Membership:
     last step, for each worker and (under −1) of Worlds, the last of them `lost_generation`.
 
     The World: `at_work` are the members heard of in it, `is_entered` says that all were. `is_held`: they were asked
-    to stand still; `standing` are those that do, the last since `standing_since`. `num_fruitless` counts times when
-    that was for nothing, `next_hold` is when it may be asked again. `is_short`: it was said that there are too few.
+    to stand still; `standing` are those that do, the last since `standing_since`; they say how many of them can be
+    let go at a time (`most_leaving`; None: any number). `num_fruitless` counts times when it was for nothing,
+    `next_hold` is when it may be asked again. `is_short`: it was said that there are too few.
 
     The end: `left` are the ids of those who ended well, `stopped` of newcomers that were told to. `is_missed`:
     someone needs one who left. `is_ending`: nobody is replaced. `is_failed`: nothing is decided any more.
@@ -93,6 +94,7 @@ class Membership:
     num_fruitless: int = 0
     standing: frozenset[str] = frozenset()
     standing_since: float = 0.0
+    most_leaving: int | None = None
     at_work: frozenset[str] = frozenset()
     is_short: bool = False
     reasons: tuple[str, ...] = ()
@@ -178,11 +180,11 @@ def entered(state: Membership, member_id: str) -> Membership:
     return replace(state, at_work=at_work, is_entered=at_work.issuperset(world.ids))
 
 
-def stood(state: Membership, member_id: str, now: float) -> Membership:
-    """A member has stopped after a step and waits for the next World."""
+def stood(state: Membership, member_id: str, now: float, most_leaving: int | None = None) -> Membership:
+    """A member has stopped after a step and waits for the next World. It may say how many can be let go at a time."""
     if member_id in state.standing:
         return state
-    return replace(state, standing=state.standing | {member_id}, standing_since=now)
+    return replace(state, standing=state.standing | {member_id}, standing_since=now, most_leaving=most_leaving)
 
 
 def progressed(state: Membership) -> Membership:

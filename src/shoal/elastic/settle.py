@@ -167,7 +167,7 @@ def _hold(state: Membership, members: Sequence[Process], places: Places, now: fl
 
 def _publish_held(state: Membership, members: Sequence[Process], places: Places, now: float) -> Step:
     """All stand still: let newcomers in and those too many go. Where nothing changes they go on as they are."""
-    joiners, leaving = _joiners(state, places), _too_many(state, members)
+    joiners, leaving = _joiners(state, places), _too_many(state, members)[: state.most_leaving]
     is_late = any(p.phase is Phase.READY and p not in joiners for p in state.processes.values())
     if is_late and not state.is_ending and now - state.standing_since < GRACE_SECONDS:
         return state, []
@@ -189,7 +189,7 @@ def _make_world(state: Membership, members: Sequence[Process], leaving: Sequence
         members=tuple(process.as_member() for process in ordered),
         joined=tuple(process.id for process in ordered if not process.is_entered),
     )
-    decisions = _tell(world, "; ".join(state.reasons) or _why_changed(world), [*ordered, *leaving])
+    decisions = _tell(world, "; ".join(state.reasons) or _why_changed(world, leaving), [*ordered, *leaving])
     phases = {process.worker: Phase.MEMBER for process in ordered}
     phases |= {process.worker: Phase.LEAVING for process in leaving}
     processes = {
@@ -214,9 +214,11 @@ def _with_world(state: Membership, world: World) -> Membership:
     )
 
 
-def _why_changed(world: World) -> str:
+def _why_changed(world: World, leaving: Sequence[Process]) -> str:
     if world.is_fresh:
         return "all are ready"
+    if leaving and not world.joined:
+        return f"{len(leaving)} let go"
     return f"{len(world.joined)} joined" if world.joined else "nobody came"
 
 

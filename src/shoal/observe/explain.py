@@ -20,7 +20,7 @@ from shoal.spec.event import Event
 # Kinds that other parts of an explanation tell.
 _TOLD_ELSEWHERE = frozenset(
     {"progress", "settings", "error", "run_started", "worker_started", "worker_exited", "run_ended"}
-    | {"world", "worker_lost", "worker_joined", "items_done"}
+    | {"world", "worker_lost", "worker_joined", "items_done", "state_rebuilt"}
 )
 MAX_NOTES = 12
 

@@ -1,7 +1,8 @@
 """Who took part in an elastic run and when, and what changes of that cost. Pure: events and turns in, numbers out."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from shoal.observe.losses import Join, Loss, find_joins, find_losses
@@ -36,7 +37,7 @@ class History:
     `num_redone` counts steps that were committed, undone by going back to a checkpoint, and taken again;
     `num_interrupted` those that were under way in a loss: the survivors completed `num_completed` of them, and took
     the others again. `num_unused` counts workers that ended before they were let in. `mean_workers` is over the time
-    of steps.
+    of steps. `rebuilt` counts how often what only the lost held came back, by where from: mirror, checkpoint, start.
     """
 
     eras: tuple[Era, ...]
@@ -51,6 +52,7 @@ class History:
     num_completed: int = 0
     num_skipped: int = 0
     num_unused: int = 0
+    rebuilt: Mapping[str, int] = field(default_factory=dict)
 
 
 def tell_history(events: Sequence[Event], turns: Sequence[Turn]) -> History | None:
@@ -74,6 +76,7 @@ def tell_history(events: Sequence[Event], turns: Sequence[Turn]) -> History | No
         num_completed=sum(e.kind == "step_settled" and e.data.get("is_completed") is True for e in events),
         num_skipped=len({event.step for event in events if event.kind == "step_skipped"}),
         num_unused=sum(event.data.get("id") not in members for event in lost),
+        rebuilt=dict(Counter(str(event.data.get("from")) for event in events if event.kind == "state_rebuilt")),
     )
 
 

@@ -13,6 +13,7 @@ from shoal.observe.timeline import Era
 
 MAX_ROWS = 10
 _HEIGHTS = "▁▂▃▄▅▆▇█"
+_REBUILT = {"mirror": "from its mirror", "checkpoint": "from the checkpoint", "start": "from the start"}
 
 
 def write_history(history: History, start: float, end: float, width: int, *, is_ascii: bool) -> Iterator[str]:
@@ -98,6 +99,9 @@ def _sums(history: History) -> Iterator[str]:
         again = max(0, history.num_interrupted - history.num_completed)
         completed = f"{history.num_completed} completed by the survivors"
         told.append(f"{_number(history.num_interrupted, 'step')} interrupted: {completed}, {again} taken again")
+    if history.rebuilt:
+        ways = [f"{_REBUILT.get(source, one_line(source))} {_times(n)}" for source, n in history.rebuilt.items()]
+        told.append(f"what only the lost held came back {', '.join(ways)}")
     if history.num_redone:
         told.append(f"{_number(history.num_redone, 'step')} redone from a checkpoint")
     if history.num_skipped:
@@ -134,6 +138,10 @@ def _some(rows: Sequence[str], name: str) -> Iterator[str]:
 def _since(moment: float, start: float) -> str:
     seconds = max(0.0, moment - start)
     return f"{seconds:>7.1f}s" if seconds < 1000 else f"{duration(seconds):>8}"
+
+
+def _times(value: int) -> str:
+    return {1: "once", 2: "twice"}.get(value, f"{value} times")
 
 
 def _seconds(value: float | None) -> str:

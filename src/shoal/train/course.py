@@ -165,12 +165,29 @@ class Course:
         if route.store is not None and world is not None:  # this run's Worlds come after those of an earlier one
             self._first_generation = newest_generation(route.store.folder) + 1 - world.generation
         # In a later World nobody was left who had the state: what is on disk is the newest there is.
-        if route.is_resumed or (world is not None and world.generation > 0):
+        is_rebuilt = world is not None and world.generation > 0
+        if route.is_resumed or is_rebuilt:
             self.resume()
-        self.settle_in()
+        if is_rebuilt:
+            self._tell_rebuilt("checkpoint" if self.saved_step >= 0 else "start")
+        self._begin_world()
 
     def settle_in(self) -> None:
-        """The World is another: shares begin anew, and what was loaded ahead is for other shards."""
+        """The World is another, and goes on where the last one was."""
+        will, every = self._team.will, self._subject.settings.checkpoint_every
+        if will is not None and will.mirrored:
+            self._tell_rebuilt("mirror", parts=list(will.mirrored), num_parts=len(will.givers))
+        # Who was interrupted may not have saved what others have: all make one after the next step.
+        self.saved_step, self._is_due = -1, every is not None and self.place.step % every == 0
+        self._begin_world()
+
+    def _tell_rebuilt(self, source: str, **more: Any) -> None:
+        """What only the lost held is here again, and where it comes from."""
+        if self._team.rank == 0:
+            self._route.recorder.event("state_rebuilt", self.place.step, **{"from": source}, **more)
+
+    def _begin_world(self) -> None:
+        """Shares begin anew, and what was loaded ahead is for other shards."""
         team, generation = self._team, self._team.world.generation if self._team.world is not None else 0
         self._plan_anew()
         self._route.recorder.enter(generation, team.size, is_lead=team.rank == 0)
@@ -201,14 +218,13 @@ class Course:
 
     def tell(self) -> dict[str, Any]:
         """What a newcomer needs to know besides the tensors and what the optimizer has counted."""
-        more = {"step": self.place.step, "saved_step": self.saved_step, "first_generation": self._first_generation}
+        more = {"step": self.place.step, "first_generation": self._first_generation, "is_averaged": self.is_averaged}
         return {**self._facts([]), **more}
 
     def take(self, state: State) -> list[dict[str, float]]:
         """Be where the others are; returns what the optimizer has counted."""
         held = {name: value.shape for name, value in named_tensors(self._subject.model)}
         self.place, counts = self._read(state, held)
-        self.saved_step = int(state.facts["saved_step"])
         self._first_generation = int(state.facts["first_generation"])
         self.is_first = False
         return counts
@@ -252,10 +268,7 @@ class Course:
 
     def save(self, *, wait: bool = False) -> None:
         """Save a checkpoint of this moment. With `wait` it is on disk when any worker goes on."""
-        if wait:
-            self._team.together(lambda: self.write(wait=True), self)
-        else:
-            self.write()
+        self._team.together(lambda: self.write(wait=wait), self)
 
     def keep(self) -> None:
         """Have a checkpoint of this moment on disk, for those who come later."""

@@ -192,10 +192,7 @@ def _check(model: nn.Module, groups: list[list[tuple[str, nn.Parameter]]]) -> No
 def _check_overlap(groups: list[list[tuple[str, nn.Parameter]]]) -> None:
     """Two Parameter objects over one memory cannot both be moved; one Parameter used twice is fine."""
     spans = sorted(
-        (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
-        for group in groups
-        for name, p in group
-        if p.numel()
+        (p.data_ptr(), p.data_ptr() + _extent(p), name) for group in groups for name, p in group if p.numel()
     )
     for (_, end, first), (start, _, second) in pairwise(spans):
         if start < end:
@@ -204,6 +201,12 @@ def _check_overlap(groups: list[list[tuple[str, nn.Parameter]]]) -> None:
                 why="each would be moved to a place of its own and the sharing lost",
                 hint="tie them by using one Parameter in both places: `decoder.weight = encoder.weight`",
             )
+
+
+def _extent(parameter: torch.Tensor) -> int:
+    """Bytes from its first to behind its last element; one that was expanded has fewer than it shows."""
+    steps = zip(parameter.shape, parameter.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * parameter.element_size()
 
 
 def shorten(names: Sequence[str], most: int = 4) -> str:

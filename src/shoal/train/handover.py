@@ -25,9 +25,12 @@ def shapes_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
     return {name: [str(value.dtype).removeprefix("torch."), list(value.shape)] for name, value in tensors}
 
 
-def make_room(shapes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Empty tensors of those shapes."""
-    return {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in shapes.items()}
+def make_room(shapes: Mapping[str, Any], device: str = "cpu") -> dict[str, torch.Tensor]:
+    """Empty tensors of those shapes; on the device "meta" they have no memory."""
+    return {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        for name, (dtype, shape) in shapes.items()
+    }
 
 
 def share_tensors(group: Group, tensors: Mapping[str, torch.Tensor], source: int) -> None:

@@ -198,7 +198,7 @@ class Trainer:
                 for batch in batches:
                     self.step(batch)
             self._course.goal = goal or self.place
-            self._course.agree()
+            self._team.together(self._course.agree, self._course)
             if self._measurement is not None:
                 self._measurement.end()
             self._course.keep()
@@ -301,9 +301,10 @@ class Trainer:
         if isinstance(outcome, NotFinite):
             return self._skip(batch.plan, outcome)
         self._record(batch, outcome, started, self._course.compute_seconds)
-        self._save_in_time()
-        if not is_interrupted:  # else what the workers said to each other was about another World
+        if not is_interrupted and self._save_in_time():
             self._agree_on_more(batch.plan, outcome.totals)
+        elif outcome.totals.wish == STOP:  # all else that the workers said to each other was about another World
+            self._end()
         return outcome.totals.loss
 
     def _attempt(self, batch: Batch) -> Outcome:
@@ -382,10 +383,18 @@ class Trainer:
         if self._faults is not None:
             self._faults.reach(point, self.place.step)
 
-    def _save_in_time(self) -> None:
+    def _save_in_time(self) -> bool:
+        """Save a checkpoint if one is due. False if a worker was lost meanwhile: then the next step makes one."""
         every = self.settings.checkpoint_every
-        if every and self._course.is_due(every):
-            self.save()
+        try:
+            if every and self._course.is_due(every):
+                self._course.write()
+            return True
+        except MemberLost:
+            if not self._team.is_elastic:
+                raise
+            self._team.reform(self._course)
+            return False
 
     def _agree_on_more(self, plan: StepPlan, totals: Totals) -> None:
         """Shares, repairs, newcomers, the end: all workers decide the same, each from the same numbers."""
@@ -446,6 +455,7 @@ class Trainer:
             trainer=link.trainer,
             call=link.call,
             step=self.place.step,
+            most_leaving=self._team.most_leaving,
         )
         self._team.reform(self._course)
 
@@ -466,8 +476,7 @@ class Trainer:
 
     def _end(self) -> None:
         """Save what there is and end, because we were asked to."""
-        if self.place.step != self._course.saved_step:
-            self._course.write(wait=True)
+        self._course.keep()
         if self._ending.is_asked:
             self._ending.end()
         raise SystemExit(143)
@@ -489,16 +498,19 @@ class Trainer:
 
         Where workers hold parts of the model, all of them call it together.
         """
-        return self._course.digest()
+        is_divided = self._team.sync is not None and self._team.sync.replica.holding is not None
+        return self._team.together(self._course.digest, self._course) if is_divided else self._course.digest()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Inside, the model has its averaged parameters (`ema=`), and cannot be trained."""
-        self._course.show_average(True)
+        self._team.together(lambda: self._course.show_average(True), self._course)
         try:
             yield
-        finally:
-            self._course.show_average(False)
+        except BaseException:
+            self._course.show_average(False)  # the others may not come to the end of the block
+            raise
+        self._team.together(lambda: self._course.show_average(False), self._course)
 
     # Using the model.
 
@@ -519,7 +531,7 @@ class Trainer:
             source = setup.make_source(dataset, None, self.settings, is_whole=False)
             with self._calls.make(name) as call:
                 if not call.is_over:
-                    self._course.agree()
+                    self._team.together(self._course.agree, self._course)
                     result = self._team.together(
                         lambda: act(
                             self.model, self._split.use, function, source, self._team.copies, block, self.device
@@ -537,8 +549,8 @@ class Trainer:
 
         Raises UserError if the last checkpoint could not be saved.
         """
-        if self._team.sync is not None and not self._is_closed:
-            self._team.sync.replica.assemble()
+        if self._team.sync is not None and not self._is_closed and self._team.sync.replica.holding is not None:
+            self._team.together(self._course.agree, self._course)
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:

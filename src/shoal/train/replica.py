@@ -191,6 +191,11 @@ class Replica:
     def assemble(self) -> None:
         """The model always has all its parameters."""
 
+    @property
+    def holding(self) -> None:
+        """Everybody sees or has all of it."""
+        return None
+
 
 def own_replica(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, ema_decay: float | None, is_alone: bool = False

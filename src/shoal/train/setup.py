@@ -268,12 +268,16 @@ def make_sync(
     *,
     source: int = 0,
     is_elastic: bool = False,
+    is_inherited: bool = False,
     reach: Callable[[str], None] = lambda point: None,
     across: Across | None = None,
     buffers: ChangingBuffers | None = None,
     homes: Mapping[str, Sequence[str]] | None = None,
 ) -> Sync:
-    """One set of parameters in shared memory where that is possible, else a copy for each worker."""
+    """One set of parameters in shared memory where that is possible, else a copy for each worker.
+
+    With `is_inherited` state that was divided comes later, part by part, and the source has no parameters.
+    """
     share_rest(group, model, source)
     keywords: dict[str, Any] = {
         "num_shards": num_shards,
@@ -290,6 +294,7 @@ def make_sync(
     if isinstance(settings.sync, Sharded):
         # What a split has made of a model may use parameters elsewhere, and what torch.compile makes has no hooks.
         known = None if settings.split is not None or settings.compile else homes
+        keywords["is_inherited"] = is_inherited
         return make_sharded(settings.sync, group, model, optimizer, across, known, keywords)
     if not isinstance(settings.sync, AllReduce):
         raise UserError(f"sync={settings.sync} is not there yet.")

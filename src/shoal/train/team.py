@@ -14,7 +14,7 @@ from shoal.comm.group import Group
 from shoal.comm.rendezvous import Rendezvous
 from shoal.engine.env import WorkerFacts
 from shoal.spec.errors import MemberLost, Retryable, UserError
-from shoal.spec.strategy import Local
+from shoal.spec.strategy import Local, Sharded
 from shoal.spec.world import World
 from shoal.train import setup
 from shoal.train.chunked import giving_back
@@ -22,11 +22,13 @@ from shoal.train.cut import Cut
 from shoal.train.flat import named_tensors
 from shoal.train.groups import Groups, connect_seats
 from shoal.train.handover import make_room, shapes_of, share_facts, share_tensors
+from shoal.train.inherit import Holding, Will, agree_on_will, hand_out
 from shoal.train.link import find_link
 from shoal.train.mesh import Seats, find_seats, make_mesh
 from shoal.train.settings import Settings
 from shoal.train.sync.across import Across
 from shoal.train.sync.message import MessageSync
+from shoal.train.sync.sharded_message import MessageShardedSync
 from shoal.train.sync.sync import Outcome, Sync
 from shoal.train.sync.table import NotFinite
 from shoal.train.traits import ChangingBuffers
@@ -56,7 +58,12 @@ class Subject:
 
 
 class Progress(Protocol):
-    """What a trainer knows besides tensors, and how another one takes it over."""
+    """What a trainer knows besides tensors, and how another one takes it over.
+
+    `is_averaged`: the model shows the moving average of its parameters, on all workers or on none.
+    """
+
+    is_averaged: bool
 
     def tell(self) -> dict[str, Any]:
         """Everything a newcomer needs, as plain values."""
@@ -103,6 +110,8 @@ class Team:
     num_acts = 0
     """What the workers have done together besides steps; `least_acts` of them all members of the World have done."""
     least_acts = 0
+    will: Will | None = None
+    """How state that is divided came into this World."""
 
     def __init__(self, facts: WorkerFacts, number: int, subject: Subject) -> None:
         self.link = find_link(facts)
@@ -116,6 +125,7 @@ class Team:
         self._ids: list[str] = []
         self._counted: list[dict[str, float]] | None = None
         self._is_touched = False
+        self._candidate: tuple[int, Holding] | None = None
 
     @property
     def is_elastic(self) -> bool:
@@ -183,7 +193,7 @@ class Team:
         assert self._groups is not None
         self.sync = self._make_sync(self._groups, 0)
 
-    def _make_sync(self, groups: Groups, source: int) -> Sync:
+    def _make_sync(self, groups: Groups, source: int, *, is_inherited: bool = False) -> Sync:
         of = self._subject
         self._is_touched = True
         with giving_back(of.optimizer):
@@ -195,6 +205,7 @@ class Team:
                 of.num_shards,
                 source=source,
                 is_elastic=self.is_elastic,
+                is_inherited=is_inherited,
                 reach=of.reach,
                 across=Across(groups.everyone, groups.parts, self.cut) if groups.parts and self.cut else None,
                 buffers=of.buffers,
@@ -227,7 +238,7 @@ class Team:
 
         Nobody goes on before all have done it, so that all know whether it must be done again.
         """
-        if self.link is None:
+        if self.link is None or self.sync is None:
             return act()
         done: list[T] = []
         with self.link.acting():
@@ -265,7 +276,7 @@ class Team:
                 self.sync.detach()
                 self.sync = None
             return False, outcome
-        self.has_state = True
+        self.has_state, self._candidate = True, None
         return True, outcome
 
     def _check_can_go_on(self, world: World, seats: Seats, holders: Sequence[int]) -> None:
@@ -293,7 +304,7 @@ class Team:
             vars(self.sync).clear()
         if self._groups is not None:
             self._groups.close()
-        self.sync, self._groups, self.has_state = None, None, False
+        self.sync, self._groups, self.has_state, self._candidate = None, None, False, None
         assert self.link is not None
         self.link.stand_aside(world.generation)
 
@@ -321,8 +332,16 @@ class Team:
             meeting.gather("judged", "")
             meeting.gather("settled", "")
             return None
+        assert self.world is not None
+        generation = str(self.world.generation)
+
+        def gather(key: str, value: str) -> list[str]:
+            """Only from those who come from the same World: turns are counted in each anew."""
+            told = [text.partition(" ") for text in meeting.gather(key, f"{generation} {value}")]
+            return [value if origin == generation else "" for origin, _, value in told]
+
         survivors = [self._ids.index(member.id) for member in world.members if member.id in self._ids]
-        return self.sync.resolve(survivors, meeting.gather, is_first=meeting.rank == holders[0])
+        return self.sync.resolve(survivors, gather, is_first=meeting.rank == holders[0])
 
     def _enter(
         self, world: World, meeting: Rendezvous, seats: Seats, holders: Sequence[int], progress: Progress
@@ -330,7 +349,7 @@ class Team:
         groups = connect_seats(meeting, seats, self._transport)
         try:
             has_newcomers = not set(holders).issuperset(seats.members)
-            sync = self._hand_over(groups, progress, has_newcomers) if holders else None
+            sync = self._hand_over(world, groups, progress, has_newcomers) if holders else None
         except BaseException:
             groups.close()
             raise
@@ -349,34 +368,94 @@ class Team:
         assert self.link is not None
         self.link.generation = world.generation
 
-    def _hand_over(self, groups: Groups, progress: Progress, has_newcomers: bool) -> Sync:
+    def _hand_over(self, world: World, groups: Groups, progress: Progress, has_newcomers: bool) -> Sync:
         """Everything from the old groups' memory, or from the first copy, to the new groups'."""
+        copies = groups.copies
+        will = self.will = self._find_will(world, copies)
         tensors: dict[str, torch.Tensor] = {}
         if self.sync is not None:
-            self.sync.replica.flat.place(is_source=False)  # an attempt that failed may have moved the parameters
-            tensors = dict(self.sync.replica.tensors())
+            tensors = self._bring(self.sync, is_divided=will is not None)
             self._counted = self.sync.replica.scalars() if self._counted is None else self._counted
             self.sync.detach()
-        more = {"counts": self._counted, "shapes": shapes_of(tensors.items()), "acts": self.least_acts}
+        more: dict[str, Any] = {
+            "counts": self._counted,
+            "shapes": shapes_of(tensors.items()),
+            "acts": self.least_acts,
+        }
         more["cut"] = dict(self.cut.facts) if self.cut is not None else None
-        copies = groups.copies
+        more["keys"] = self._keys(will)
         facts = share_facts(copies, progress.tell() | more if copies.rank == 0 else None, 0)
         self._join_parts(groups.parts, facts["cut"])
+        progress.is_averaged = bool(facts["is_averaged"])
         if self.sync is None:
             self.num_acts = facts["acts"]
-            tensors = make_room(facts.pop("shapes"))
+            tensors = make_room(facts.pop("shapes"), "cpu" if will is None else "meta")
             self._counted = progress.take(State(step=facts["step"], tensors=tensors, facts=facts))
-        sync = self._make_sync(groups, 0)
+        sync = self._make_sync(groups, 0, is_inherited=will is not None)
         try:
-            held = {name: value for name, value in tensors.items() if not name.startswith("model/")}
-            if has_newcomers and isinstance(sync, MessageSync):
-                share_tensors(copies, held, 0)
-            sync.replica.restore(held, self._counted or [])
+            if will is None:
+                held = {name: value for name, value in tensors.items() if not name.startswith("model/")}
+                if has_newcomers and isinstance(sync, MessageSync | MessageShardedSync):
+                    share_tensors(copies, held, 0)
+                sync.replica.restore(held, self._counted or [])
+            else:
+                self._inherit(sync, will, copies.rank, facts["keys"])
+            if (holding := sync.replica.holding) is not None:
+                self._candidate = world.generation, holding
             groups.everyone.barrier()
         except BaseException:
             sync.detach()
             raise
         return sync
+
+    def _bring(self, sync: Sync, *, is_divided: bool) -> dict[str, torch.Tensor]:
+        """What this worker has of the state by name; where that is divided, only what all have of the model."""
+        if is_divided:
+            return dict(sync.replica.flat.tensors())
+        sync.replica.flat.place(is_source=False)  # an attempt that failed may have moved the parameters
+        return dict(sync.replica.tensors())
+
+    # State that is divided.
+
+    @property
+    def most_leaving(self) -> int | None:
+        """How many members a World may let go at a time: with two of them a part and its mirror could be gone."""
+        return 1 if self.sync is not None and self.sync.replica.holding is not None else None
+
+    def _find_will(self, world: World, copies: Group) -> Will | None:
+        """Who hands on which part of divided state; None where each holder has all of it."""
+        if not isinstance(self._subject.settings.sync, Sharded):
+            return None
+        will = agree_on_will(copies, self._holdings())
+        if will.lost:
+            assert self.link is not None
+            self.link.send("aside", generation=world.generation)
+            numbers = ", ".join(map(str, will.lost))
+            raise Retryable(
+                f"Nobody is left who holds part {numbers} of {len(will.givers)} of the state.",
+                why="whoever held it and whoever kept its mirror were lost together",
+                hint="the run goes on from its newest checkpoint, or from the start, with new processes",
+            )
+        return will if will.is_divided else None
+
+    def _holdings(self) -> dict[int, Holding | None]:
+        """What is held here, by the World that divided it: that of the next World, too, if all of it had come."""
+        held: dict[int, Holding | None] = dict([self._candidate] if self._candidate is not None else [])
+        if self.sync is not None and self.world is not None and self.has_state:
+            held[self.world.generation] = self.sync.replica.holding
+        return held
+
+    def _keys(self, will: Will | None) -> list[str]:
+        """What there is of each part, for those who have none of it."""
+        holding = self._holdings().get(will.generation) if will is not None else None
+        return list(holding.keys) if holding is not None else []
+
+    def _inherit(self, sync: Sync, will: Will, rank: int, keys: Sequence[str]) -> None:
+        heir = sync.replica.holding
+        assert heir is not None
+        heir.inherit(hand_out(will, rank, self._holdings().get(will.generation)), keys, self._counted or [])
+        if will.is_whole:
+            heir.assemble()
 
     def _join_parts(self, parts: Group | None, known: Mapping[str, Any] | None) -> None:
         """Hold a part of a copy together with these; a newcomer has the whole model until then."""

@@ -42,10 +42,10 @@ class Run:
     def exit(self, worker: int, code: int = -9, is_retryable: bool = False) -> list:
         return self.do(self.coordinator.exited(worker, code, self.now, is_retryable=is_retryable))
 
-    def stand(self, *workers: int, call: int = 0) -> list:
+    def stand(self, *workers: int, call: int = 0, **more) -> list:
         generation = self.coordinator.world.generation
         for worker in workers:
-            found = self.hear(worker, "boundary", generation=generation, trainer=0, call=call, step=2)
+            found = self.hear(worker, "boundary", generation=generation, trainer=0, call=call, step=2, **more)
         return found
 
     def all_in(self) -> "Run":
@@ -459,3 +459,15 @@ def test_stopping_tells_everyone_and_replaces_nobody():
     assert run.told("stop") == [0, 1]
     run.exit(1)
     assert not run.starts()
+
+
+def test_members_who_hold_parts_of_the_state_are_let_go_one_at_a_time():
+    run = Run(4).all_in()
+    run.do(run.coordinator.resized(2, 0.0))
+    run.stand(0, 1, 2, 3, most_leaving=1)
+    assert run.worlds()[0] == ("0.0", "1.0", "3.0")
+    run.exit(2, 0)
+    run.beat(0, 1, 3, step=2)
+    assert run.told("hold") == [0, 1, 3]
+    run.stand(0, 1, 3, most_leaving=1)
+    assert run.worlds()[0] == ("0.0", "1.0")

@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from shoal.comm.group import Group, Op
+from shoal.elastic.commit import Report, outcome_of
 from shoal.spec.strategy import Level
 from shoal.train.summing import square_of
 from shoal.train.sync.across import Across
@@ -26,6 +28,9 @@ class MessageShardedSync:
 
     Sums are taken as the group takes them, in an order that may be another than that of `all_reduce`, and pieces
     of a step are added up piece by piece over all copies; so results agree to rounding.
+
+    In elastic runs each copy also keeps a mirror of another's part, and updates it with that one's gradient, which
+    travels before all vote: whoever has voted can take the step, for itself and for the one whose mirror it has.
     """
 
     is_round_over = True
@@ -41,17 +46,24 @@ class MessageShardedSync:
         num_shards: int,
         max_norm: float | None = None,
         ema_decay: float | None = None,
-        source: int = 0,
+        source: int | None = 0,
+        is_elastic: bool = False,
         reach: Callable[[str], None] = lambda point: None,
         across: Across | None = None,
     ) -> None:
         self._reach, self._group, self._max_norm, self._across = reach, group, max_norm, across
-        self.replica = Shards(group, model, optimizer, blocks=blocks, source=source, ema_decay=ema_decay)
+        self._is_elastic = is_elastic
+        self._turn = self._voted = self._committed = 0
+        self._is_open = False
+        self.replica = Shards(
+            group, model, optimizer, blocks=blocks, source=source, ema_decay=ema_decay, is_mirrored=is_elastic
+        )
         self._blocks = None if blocks is None else Blocks(self.replica, model)
         self.gradients = UnitGradients(group, self.replica, keeps_all=level == "optimizer", blocks=self._blocks)
         self._table = StepTable(num_shards, group.size, lambda size: torch.zeros(size, dtype=torch.float64))
 
     def begin(self, num_shards: int, assignment: Sequence[range]) -> None:
+        self._turn += 1
         self._num_shards = num_shards
         self._table.clear()
         self.gradients.begin()
@@ -70,24 +82,50 @@ class MessageShardedSync:
             self._blocks.end()
         assert self._table.values is not None, "every worker has a shard in the first step"
         self._group.all_reduce(self._table.values).wait()
-        self._reach("summed")
-        totals = self._table.read(self._num_shards)
-        gradient = self.replica.gradient
-        gradient.mul_(1.0 / totals.weight)
-        norm = checked_norm([self._square()], lambda index: self._find_not_finite())
-        if self._max_norm is not None and norm > self._max_norm:
-            gradient.mul_(self._max_norm / norm)
-        self._reach("updating")
-        self.replica.update()
+        if self._across is not None:
+            standings = self._table.standings()
+            self._across.largest(standings)
+            self._table.correct(standings)
+        self._result = self._judge()
+        self._vote()
+        outcome = self._update()
         self.replica.spread()
+        self._is_open = False
         self._reach("updated")
-        return Outcome(
-            totals=totals,
-            norm=norm,
-            communicate=time.perf_counter() - started + stalled,
-            wait=0.0,
-            waited_for=None,
-        )
+        return replace(outcome, communicate=time.perf_counter() - started + stalled)
+
+    def _judge(self) -> Outcome | NotFinite:
+        """What the step comes to, the same on all copies. Our part of the gradient is as the optimizer needs it then,
+        but for clipping; nothing else has changed.
+        """
+        try:
+            totals = self._table.read(self._num_shards)
+            self.replica.gradient.mul_(1.0 / totals.weight)
+            norm = checked_norm([self._square()], lambda index: self._find_not_finite())
+        except NotFinite as error:
+            return error
+        self.replica.mirror()
+        return Outcome(totals=totals, norm=norm, communicate=0.0, wait=0.0, waited_for=None)
+
+    def _vote(self) -> None:
+        """All that an update needs is here. Without this a loss could find the step taken by some and not by all."""
+        self._voted = self._turn
+        self._reach("summed")
+        if self._is_elastic:
+            (self._across.vote if self._across is not None else self._group.barrier)()
+        self._reach("updating")
+
+    def _update(self) -> Outcome:
+        """The step counts from here on. It is open until all copies have what it made of the parameters."""
+        self._committed = self._turn
+        if isinstance(self._result, NotFinite):
+            raise self._result
+        self._is_open = True
+        norm = self._result.norm
+        if self._max_norm is not None and norm > self._max_norm:
+            self.replica.clip(self._max_norm / norm)
+        self.replica.update()
+        return self._result
 
     def _square(self) -> float:
         """The sum of squares of the whole gradient, of which each copy has its part, and each part of the model."""
@@ -125,7 +163,21 @@ class MessageShardedSync:
     def resolve(
         self, survivors: Sequence[int], gather: Callable[[str, str], list[str]], *, is_first: bool
     ) -> Outcome | NotFinite | None:
-        raise AssertionError("only elastic runs lose members, and they do not shard")
+        """If a survivor took the step that was under way, all had voted for it, and the others take it now.
+
+        What it made of the parameters is not with everybody then: the parts are put together in the next World.
+        """
+        told = [text.split() for text in gather("judged", f"{self._committed} {self._voted}")]
+        reports = [Report(committed=int(each[0]), voted=int(each[1])) for each in told if each]
+        is_due = outcome_of(reports).turn > self._committed
+        gather("settled", "")
+        if is_due:
+            try:
+                self._update()
+            except NotFinite as error:
+                return error
+        is_open, self._is_open = self._is_open, False
+        return self._result if is_open else None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return dict(self.replica.tensors())

@@ -8,6 +8,7 @@ from torch import nn
 from shoal.comm.group import Group, Work
 from shoal.train.chunked import ChunkedOptimizer
 from shoal.train.flat import FlatModel, named_tensors
+from shoal.train.inherit import Give
 from shoal.train.sync.sharded_route import first_order
 from shoal.train.sync.sharded_units import Unit, cut_by_size, plan_units
 
@@ -18,6 +19,9 @@ BUCKET_ELEMENTS = 2**20
 MOST_UNDER_WAY = 2
 """Units that travel at a time, besides the one that is being sent: transports may make copies of each."""
 
+MODEL, OPTIMIZER, AVERAGE = "model", "optimizer/", "ema"
+"""Keys of what is kept: parameters, what the optimizer keeps under a name, and the moving average."""
+
 
 class Shards:
     """This worker's part of the parameters, of their gradient, of the optimizer's state and of the moving average.
@@ -25,6 +29,12 @@ class Shards:
     With `is_resident` every worker has all parameters besides, as far as steps of the others have changed them: the
     optimizer updates its part where it is, and `spread` gives it to the others. Without it, parameters of a unit are
     there between `fetch` and `drop` only; at other times the model's tensors read as NaN.
+
+    With `is_mirrored` it also keeps the part of the rank before, and updates it with the gradient that `mirror` gets
+    from there: to the same bits, and without that the state itself ever travels. `parts` are the numbers of the
+    parts that are kept; buffers hold our own units, then those of the mirror.
+
+    The parameters of rank `source` are everybody's; where it is None, they come with `inherit`.
     """
 
     def __init__(
@@ -34,20 +44,32 @@ class Shards:
         optimizer: torch.optim.Optimizer,
         *,
         blocks: Mapping[str, Sequence[str]] | None,
-        source: int,
+        source: int | None,
         ema_decay: float | None,
+        is_mirrored: bool,
     ) -> None:
         self._group, self._decay = group, ema_decay
         self.is_resident = blocks is None
         self.flat = FlatModel(model, optimizer, lambda size, dtype: torch.empty(0, dtype=dtype))
-        self.units = plan_units(self.flat.layout, self._divide(blocks), group.rank, group.size)
+        self.num_parts = group.size
+        self.parts: tuple[int, ...] = (group.rank,)
+        divided = self._divide(blocks)
+        self.units = plan_units(self.flat.layout, divided, group.rank, group.size)
+        self._num_own = sum(unit.part for unit in self.units)
+        self._kept_units = [self.units]
+        if is_mirrored and group.size > 1:
+            self.parts = (group.rank, (group.rank - 1) % group.size)
+            self._kept_units.append(
+                plan_units(self.flat.layout, divided, self.parts[1], group.size, at=self._num_own)
+            )
         self._device = self.flat.parameters[0].device
-        self._nothing = torch.full((), torch.nan, dtype=self.flat.dtype, device=self._device)
-        num_kept = sum(unit.part for unit in self.units)
-        self.gradient = self._make(num_kept)
+        # One for each: parameters that share memory would be taken for tied ones.
+        self._nothing = self._make(len(self.flat.parameters)).fill_(torch.nan)
+        self._gradients = self._make_kept()
+        self.gradient = self._gradients[: self._num_own]
         self.wholes = [self._make_whole(unit) for unit in self.units]
         # Where all parameters are here, what is kept of them is a part of those.
-        self._kept = self._make(0 if self.is_resident else num_kept)
+        self._kept = self._gradients.new_empty(0) if self.is_resident else self._make_kept()
         self.flat.values = self.wholes[0] if self.is_resident else self._kept
         self._shown: list[torch.Tensor] | None = None
         self._is_average = False
@@ -55,15 +77,14 @@ class Shards:
             self._place(unit, source)
         self.average: torch.Tensor | None = None
         if ema_decay is not None:
-            self.average = self._make(num_kept)
-            for unit in self.units:
-                self._of(self.average, unit).copy_(self.mine(unit))
-        chunks = [(unit, chunk) for unit in self.units for chunk in unit.chunks]
-        self._values = [self.mine(unit)[c.start - unit.at : c.stop - unit.at] for unit, c in chunks]
-        self._chunks = [chunk for _, chunk in chunks]
-        self.optimizer = ChunkedOptimizer(
-            optimizer, self.flat, self._chunks, [self.gradient[c.start : c.stop] for c in self._chunks], self._values
-        )
+            self.average = self._make_kept()
+            for part, unit in self._all_kept():
+                self._of(self.average, unit).copy_(self._values_of(unit, part))
+        places = [(self._values_of(unit, part), unit.at, c) for part, unit in self._all_kept() for c in unit.chunks]
+        self._values = [values[c.start - at : c.stop - at] for values, at, c in places]
+        self._chunks = [chunk for _, _, chunk in places]
+        gradients = [self._gradients[c.start : c.stop] for c in self._chunks]
+        self.optimizer = ChunkedOptimizer(optimizer, self.flat, self._chunks, gradients, self._values)
 
     def _divide(self, blocks: Mapping[str, Sequence[str]] | None) -> list[tuple[str, list[int]]]:
         """Units in the order in which backward fills them, as far as that is known."""
@@ -86,9 +107,22 @@ class Shards:
     def _make(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=self.flat.dtype, device=self._device)
 
-    def _place(self, unit: Unit, source: int) -> None:
+    def _make_kept(self) -> torch.Tensor:
+        """A buffer for something of all that is kept."""
+        return self._make(len(self.parts) * self._num_own)
+
+    def _all_kept(self) -> Iterator[tuple[int, Unit]]:
+        """The numbers of parts, and the units as seen by their owners."""
+        for part, units in zip(self.parts, self._kept_units, strict=True):
+            for unit in units:
+                yield part, unit
+
+    def _place(self, unit: Unit, source: int | None) -> None:
         """Move a unit's parameters into its buffer, with the source's values."""
         whole = self.wholes[unit.number]
+        if source is None:
+            self._point(unit, whole) if self.is_resident else self._hide(unit)
+            return
         whole.untyped_storage().resize_(whole.numel() * whole.element_size())
         if self._group.rank == source:
             for index, view in self.views(unit, whole):
@@ -97,7 +131,8 @@ class Shards:
             self._group.broadcast(whole, root=source).wait()
         self._point(unit, whole)
         if not self.is_resident:
-            self._of(self._kept, unit).copy_(self._part_of(whole, unit))
+            for part, units in zip(self.parts, self._kept_units, strict=True):
+                self._of(self._kept, units[unit.number]).copy_(self._part_of(whole, unit, part))
             self.drop(unit)
 
     # Where things are.
@@ -110,15 +145,19 @@ class Shards:
 
     def mine(self, unit: Unit) -> torch.Tensor:
         """The part of a unit's parameters that this worker updates."""
+        return self._values_of(unit, self.parts[0])
+
+    def _values_of(self, unit: Unit, part: int) -> torch.Tensor:
+        """A part of a unit's parameters that is kept here; the unit is as the owner of that part sees it."""
         if self.is_resident:
-            return self._part_of(self.wholes[unit.number], unit)
+            return self._part_of(self.wholes[unit.number], unit, part)
         return self._of(self._kept, unit)
 
     def _of(self, kept: torch.Tensor, unit: Unit) -> torch.Tensor:
         return kept[unit.at : unit.at + unit.part]
 
-    def _part_of(self, whole: torch.Tensor, unit: Unit) -> torch.Tensor:
-        return whole[self._group.rank * unit.part : (self._group.rank + 1) * unit.part]
+    def _part_of(self, whole: torch.Tensor, unit: Unit, part: int) -> torch.Tensor:
+        return whole[part * unit.part : (part + 1) * unit.part]
 
     def _point(self, unit: Unit, whole: torch.Tensor) -> None:
         for index, view in self.views(unit, whole):
@@ -145,7 +184,7 @@ class Shards:
     def _hide(self, unit: Unit) -> None:
         for index in unit.indices:
             parameter = self.flat.parameters[index]
-            parameter.data = self._nothing.expand(parameter.shape)
+            parameter.data = self._nothing[index].expand(parameter.shape)
 
     def assemble(self) -> None:
         """Let the model have all its parameters until the next step. All members call it together.
@@ -173,9 +212,24 @@ class Shards:
 
     # A step.
 
+    def mirror(self) -> None:
+        """Let the next rank have our part of the gradient, as it is now, where it keeps a mirror of what is ours."""
+        self._pass_on(self._gradients)
+
+    def _pass_on(self, kept: torch.Tensor) -> None:
+        """Give what is ours in a buffer to the next rank, and take what belongs to the one before us."""
+        if len(self.parts) > 1 and kept.numel():
+            sent = self._group.send(kept[: self._num_own], (self._group.rank + 1) % self._group.size)
+            self._group.recv(kept[self._num_own :], self.parts[1]).wait()
+            sent.wait()
+
+    def clip(self, factor: float) -> None:
+        """Multiply the gradient of all that is kept here."""
+        self._gradients.mul_(factor)
+
     def update(self) -> None:
-        """Apply `gradient` to what is kept here."""
-        self.optimizer.step(lambda: torch.zeros_like(self.gradient))
+        """Apply the gradient to what is kept here."""
+        self.optimizer.step(self._make_kept)
         if self.average is not None and self._decay is not None:
             for chunk, values in zip(self._chunks, self._values, strict=True):
                 self.average[chunk.start : chunk.stop].lerp_(values, 1 - self._decay)
@@ -245,12 +299,11 @@ class Shards:
         return self.optimizer.scalars()
 
     def restore(self, tensors: Mapping[str, torch.Tensor], scalars: Sequence[Mapping[str, float]]) -> None:
-        """Take this worker's part of whole tensors. All members must do this and meet before they go on."""
-        prefix = "optimizer/"
-        held = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-        self.optimizer.restore(held, scalars, lambda: torch.zeros_like(self.gradient))
+        """Take what is kept here of whole tensors. All members must do this and meet before they go on."""
+        held = {name.removeprefix(OPTIMIZER): value for name, value in tensors.items() if name.startswith(OPTIMIZER)}
+        self.optimizer.restore(held, scalars, self._make_kept)
         names = self.flat.layout.names
-        for unit in self.units:
+        for _, unit in self._all_kept():
             for segment in unit.segments:
                 name, span = names[segment.index], slice(segment.at, segment.at + segment.stop - segment.start)
                 for key, flat in self.optimizer.state.items():
@@ -259,6 +312,7 @@ class Shards:
                     _copy(self.average[span], tensors.get(f"ema/{name}"), segment.start)
                 if not self.is_resident:
                     _copy(self._kept[span], tensors.get(f"model/{name}"), segment.start)
+        for unit in self.units:
             self._restore_whole(unit, tensors)
         rest = {id(parameter) for parameter in self.flat.parameters}
         for name, value in named_tensors(self.flat.model):
@@ -273,6 +327,56 @@ class Shards:
                 if name in tensors:
                     view.copy_(tensors[name])
 
+    # From one World to the next: a Holding.
+
+    @property
+    def holding(self) -> "Shards":
+        return self
+
+    @property
+    def is_whole(self) -> bool:
+        """The model has memory of its own for all parameters, until the next step."""
+        return self._shown is not None
+
+    @property
+    def keys(self) -> list[str]:
+        states = [f"{OPTIMIZER}{name}" for name in self.optimizer.state]
+        return [MODEL, *states, *([AVERAGE] if self.average is not None else [])]
+
+    def give(self, key: str, number: int, part: int, whole: torch.Tensor) -> None:
+        """Put a part that is kept here to its place in a whole unit. What does not fit in there was padding."""
+        unit = self._kept_units[self.parts.index(part)][number]
+        place = whole[part * unit.part : (part + 1) * unit.part]
+        place.copy_(self._piece(key, unit, part)[: place.numel()])
+
+    def inherit(self, give: Give, keys: Sequence[str], scalars: Sequence[Mapping[str, float]]) -> None:
+        """Take our part, and our mirror, of what all members give. All call it together.
+
+        One unit travels at a time. Of each element one member gives the bits, and the others zeros to add to them.
+        """
+        states = [key.removeprefix(OPTIMIZER) for key in keys if key.startswith(OPTIMIZER)]
+        self.optimizer.restore({f"/{name}": self.gradient for name in states}, scalars, self._make_kept)
+        for key in keys:
+            for unit in self.units:
+                whole = self._make(unit.size)
+                give(key, unit.number, whole)
+                if unit.size:
+                    self._group.reduce_scatter(_bits(self._piece(key, unit, self.parts[0])), _bits(whole)).wait()
+            self._pass_on(self._buffer(key))
+        self.spread()
+
+    def _piece(self, key: str, unit: Unit, part: int) -> torch.Tensor:
+        return self._values_of(unit, part) if key == MODEL else self._of(self._buffer(key), unit)
+
+    def _buffer(self, key: str) -> torch.Tensor:
+        """What is kept under a key; where all parameters are here, nothing is kept of them besides."""
+        if key == MODEL:
+            return self._kept
+        if key == AVERAGE:
+            assert self.average is not None
+            return self.average
+        return self.optimizer.state[key.removeprefix(OPTIMIZER)]
+
     def release(self) -> None:
         """Give every parameter that is here memory of its own again."""
         self.flat.release()
@@ -282,3 +386,8 @@ def _copy(out: torch.Tensor, whole: torch.Tensor | None, start: int) -> None:
     """Fill `out` with what begins there in a flat view of a whole tensor."""
     if whole is not None:
         out.copy_(whole.reshape(-1)[start : start + out.numel()])
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """The same memory as whole numbers: sums with zero keep every bit, and know no minus zero."""
+    return values.view({4: torch.int32, 8: torch.int64}.get(values.element_size(), torch.uint8))

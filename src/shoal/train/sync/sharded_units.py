@@ -36,10 +36,11 @@ class Unit:
     chunks: tuple[Chunk, ...]
 
 
-def plan_units(layout: FlatLayout, blocks: Sequence[tuple[str, Sequence[int]]], rank: int, size: int) -> list[Unit]:
-    """Units of (home, numbers of parameters), as rank of so many sees them."""
+def plan_units(
+    layout: FlatLayout, blocks: Sequence[tuple[str, Sequence[int]]], rank: int, size: int, at: int = 0
+) -> list[Unit]:
+    """Units of (home, numbers of parameters), as rank of so many sees them; its parts are kept from `at` on."""
     units: list[Unit] = []
-    at = 0
     for number, (home, indices) in enumerate(blocks):
         unit = _plan_unit(layout, number, home, indices, at, rank, size)
         units.append(unit)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from shoal.train.flat import FlatModel
+from shoal.train.inherit import Holding
 from shoal.train.tree import Node
 
 if TYPE_CHECKING:
@@ -90,6 +91,11 @@ class Held(Protocol):
     """What a worker holds of all that is trained: see `Replica`."""
 
     flat: FlatModel
+
+    @property
+    def holding(self) -> Holding | None:
+        """What is held here of state that is divided; None where every member has all of it."""
+        ...
 
     def tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
         """All state that must survive, of what is held here, by name."""

@@ -1,0 +1,168 @@
+"""Workers that divide state by messages come and go: what only one of them held comes back from its mirror.
+
+The jobs are those of `elastic_jobs.py` and `mirror_jobs.py`. On one box messages are had with `transport=tcp`.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import Box, box
+
+from shoal.spec.fault import POINTS
+from shoal.testing import Faults, FaultyRun
+
+__all__ = ["box"]
+
+ELASTIC = Path(__file__).with_name("elastic_jobs.py")
+MIRRORS = Path(__file__).with_name("mirror_jobs.py")
+LEVELS = ("optimizer", "gradients", "parameters")
+TOLERANCE = 1e-4
+"""Of the norm of each tensor. Sums are taken in another order with every other number of workers: 6e-8 a step."""
+
+Ending = dict[str, Any]
+
+
+def run_job(faults: Faults, job: str, workers: str, level: str, script: Path = ELASTIC, **env: str) -> FaultyRun:
+    options = {"sync": f"sharded:{level}", "transport": "tcp", "exact": "false"}
+    return faults.run(str(script), job, num_workers=workers, options=options, env=env)
+
+
+def ends_in(text: str) -> list[Ending]:
+    return [json.loads(found) for found in re.findall(r"^ended (.*)$", text, re.MULTILINE)]
+
+
+def ends_of(run: FaultyRun) -> list[Ending]:
+    return [end for rank in range(4) for end in ends_in(run.log(rank))]
+
+
+@pytest.fixture(scope="module")
+def clean() -> dict[str, Ending]:
+    """How jobs end in one process that nobody disturbs."""
+    commands = ([sys.executable, ELASTIC, "adamw", "sgd", "short", "left"], [sys.executable, MIRRORS])
+    runs = [subprocess.run(c, capture_output=True, text=True, timeout=100, check=True) for c in commands]
+    return {end["job"]: end for run in runs for end in ends_in(run.stdout)}
+
+
+def check_ends(ends: list[Ending], expected: Ending) -> None:
+    """Whoever saw the end has the very same, and that is what it is in peace, but for rounding."""
+    assert ends
+    assert len({end["digest"] for end in ends}) == 1, ends
+    assert expected["times"] is None or len(expected["times"]) == 1, "every sample was used equally often"
+    for end in ends:
+        assert end.keys() == expected.keys()
+        for name, value in expected.items():
+            if name != "digest":
+                assert end[name] == (pytest.approx(value, rel=TOLERANCE) if name not in ("job", "times") else value)
+
+
+def sources(run: FaultyRun) -> set[str]:
+    return {event.data["from"] for event in run.of("state_rebuilt")}
+
+
+def kills_at_every_point() -> Faults:
+    """The first is in the first step, before which an optimizer has no state."""
+    faults = Faults().kill(rank=2, step=0, at="updating")
+    for number, point in enumerate(POINTS):
+        faults = faults.kill(rank=number % 3, step=3 + 3 * number, at=point, incarnation=None)
+    return faults
+
+
+@pytest.mark.parametrize(
+    ("job", "level"),
+    [
+        ("sgd", "parameters"),
+        pytest.param("adamw", "parameters", marks=pytest.mark.slow),
+        pytest.param("adamw", "gradients", marks=pytest.mark.slow),
+        pytest.param("adamw", "optimizer", marks=pytest.mark.slow),
+        pytest.param("sgd", "optimizer", marks=pytest.mark.slow),
+    ],
+)
+def test_killed_at_every_point_of_a_step(clean, job, level):
+    faults = kills_at_every_point()
+    run = run_job(faults, job, "2:3", level)
+    assert run.exit_code == 0, [event.data for event in run.of("error")]
+    check_ends(ends_of(run), clean[job])
+    assert {strike.data.get("at", "start") for strike in run.strikes} == set(POINTS)
+    assert sources(run) == {"mirror"}
+    assert not run.of("resumed"), "nobody went back to a checkpoint"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_two_neighbours_at_once_go_on_from_the_checkpoint(clean, level):
+    run = run_job(Faults(), "neighbours", "2:3", level, MIRRORS)
+    assert run.exit_code == 0, [event.data for event in run.of("error")]
+    check_ends(ends_of(run), clean["neighbours"])
+    assert "checkpoint" in sources(run)
+    assert [event.step for event in run.of("resumed")] == [10]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_lost_while_parts_are_handed_on(clean, level):
+    faults = Faults().kill(rank=2, step=5, at="backward")
+    run = run_job(faults, "joining", "2:3", level, MIRRORS, ELASTIC_WANTED="3")
+    assert run.exit_code == 0, [event.data for event in run.of("error")]
+    check_ends(ends_of(run), clean["joining"])
+    assert Path(run.run_dir, "done-member").exists()
+    assert not run.of("resumed"), "nobody went back to a checkpoint"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_loops_of_ones_own_evaluating_and_averages(clean, level):
+    faults = Faults().kill(rank=1, step=3, at="summed").kill(rank=0, step=10, at="updating").kill(rank=1, step=20)
+    run = run_job(faults, "loops", "2:3", level, MIRRORS)
+    assert run.exit_code == 0, [event.data for event in run.of("error")]
+    check_ends(ends_of(run), clean["loops"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["optimizer", "parameters"])
+@pytest.mark.parametrize("seed", range(3))
+def test_kills_at_random(clean, seed, level):
+    """Some come so fast after each other that a part is lost, and the checkpoint is needed."""
+    faults = Faults.random(seed, num_workers=3, count=12, every=(2, 6), at=POINTS)
+    run = run_job(faults, "sgd", "2:3", level)
+    assert run.exit_code == 0, [event.data for event in run.of("error")]
+    check_ends(ends_of(run), clean["sgd"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_bad_step_in_which_one_dies_is_left_out_by_all(level):
+    faults = Faults().nan(rank=1, step=0).nan(rank=0, step=5).kill(rank=2, step=5, at="updating")
+    run = run_job(faults, "sgd", "2:3", level)
+    assert run.exit_code == 0
+    assert len({end["digest"] for end in ends_of(run)}) == 1
+    assert {event.step for event in run.of("step_skipped")} == {0, 5}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_other_numbers_of_workers_while_it_runs(clean, box, level):
+    options = ("-o", f"sync=sharded:{level}", "-o", "exact=false", "-o", "transport=tcp")
+    env = {**box.env, "ELASTIC_PAUSE": "0.15"}
+    process = box.start("run", "-n", "1:3", "--name", "many", *options, str(ELASTIC), "short", env=env)
+    for count in (3, 1, 3, 2):
+        if count != num_members(box):
+            assert count == 3 or box.run("resize", "many", "-n", str(count)).returncode == 0
+        box.wait_for(lambda count=count: num_members(box) == count)
+        if count == 1:
+            assert box.run("resize", "many", "-n", "3").returncode == 0
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    check_ends([end for rank in range(3) for end in ends_in(box.log(rank))], clean["short"])
+    assert not [event for event in box.events() if event["kind"] == "resumed"]
+
+
+def num_members(box: Box) -> int:
+    if not (box.home / "runs" / "many" / "journal.jsonl").exists():
+        return 0
+    worlds = [event for event in box.events() if event["kind"] == "world"]
+    return len(worlds[-1]["data"]["members"]) if worlds else 0
