@@ -30,7 +30,12 @@ def syncs(draw):
 def test_every_fragment_leaves_once_a_round_and_arrives_before_the_next_leaves(sync, step, story):
     now = first_round(sync, step)
     for pace in [*story, Pace()]:
-        leaving = {at: now.leaving(at) for at in range(now.start + 1, now.end + 1)}
+        left = [now.start] * sync.fragments
+        leaving = {}
+        for at in range(now.start + 1, now.end + 1):
+            leaving[at] = now.leaving(at, left)
+            if leaving[at] is not None:
+                left[leaving[at]] = at
         times = [at for at, fragment in leaving.items() if fragment is not None]
         assert [leaving[at] for at in times] == list(range(sync.fragments))
         assert times[-1] == now.end

@@ -1,7 +1,7 @@
 """Where a run is, and all that goes on with it from step to step: saved, resumed, and handed on to newcomers."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from shoal.train.handover import share_facts, share_tensors
 from shoal.train.resume import read_progress, write_progress
 from shoal.train.saving import say
 from shoal.train.sync.local import LocalSync
+from shoal.train.sync.local_book import Owed, deal
 from shoal.train.sync.sync import Outcome
 from shoal.train.sync.table import NotFinite
 from shoal.train.team import Subject, Team
@@ -54,12 +55,13 @@ class Course:
     `plan` is the step that is being attempted, and `at_start` what the changing buffers were before it.
     """
 
-    def __init__(self, team: Team, subject: Subject, route: Route) -> None:
-        self._team, self._subject, self._route = team, subject, route
+    def __init__(self, team: Team, subject: Subject, route: Route, relearn: Callable[[int], None]) -> None:
+        self._team, self._subject, self._route, self._relearn = team, subject, route, relearn
         self.place = self.goal = route.ledger.place(0)
         self.saved_step = -1
         self._is_due = False
         self.is_first = True
+        self._scheduled = 0
         self.speed = Speed()
         self.feed: Feed | None = None
         self.plan: StepPlan | None = None
@@ -85,7 +87,9 @@ class Course:
     def attempt(self, plan: StepPlan) -> None:
         """A step begins."""
         self.plan, self.compute_seconds = plan, 0.0
-        self.at_start = self._route.buffers.read() if self._route.buffers else None
+        # A copy that learns by itself goes on from what it has learned.
+        is_kept = bool(self._route.buffers) and not isinstance(self._team.sync, LocalSync)
+        self.at_start = self._route.buffers.read() if is_kept else None
 
     def give_up(self) -> None:
         """The step was interrupted: until it is settled, everything is as before it."""
@@ -93,7 +97,7 @@ class Course:
 
     def conclude(self, outcome: Outcome | NotFinite) -> None:
         """The step that was attempted is over, on every worker: it counts, or is left out."""
-        plan, scheduler = self.plan, self._route.scheduler
+        plan = self.plan
         assert plan is not None
         self.place = plan.after
         if isinstance(outcome, NotFinite):
@@ -102,10 +106,28 @@ class Course:
         self._route.buffers.write(outcome.totals.buffers)
         self.is_first = False
         self.speed.add(self.compute_seconds, plan.num_samples)
-        if scheduler is not None and (self._subject.settings.schedule == "step" or self.place.epoch > plan.epoch):
-            scheduler.step()
+        self._go_on_scheduling(plan)
         if self._team.link is not None:
             self._team.link.step = self.place.step
+
+    def _go_on_scheduling(self, plan: StepPlan) -> None:
+        """But not in a step that is taken a second time, for what a lost worker had of it."""
+        is_new, self._scheduled = self.place.step > self._scheduled, max(self.place.step, self._scheduled)
+        is_time = self._subject.settings.schedule == "step" or self.place.epoch > plan.epoch
+        if self._route.scheduler is not None and is_new and is_time:
+            self._route.scheduler.step()
+
+    def shares(self) -> Callable[[int], Sequence[int]]:
+        """The shards of each step that are ours, as they are planned now."""
+        schedule, copy, num_copies = self.schedule, self._team.copy, self._team.mesh.num_copies
+        sync = self._team.sync
+        owed = sync.owed if isinstance(sync, LocalSync) else Owed()
+
+        def mine(step: int) -> Sequence[int]:
+            left = owed.at(step)
+            return schedule.at(step)[copy] if left is None else deal(left, step, num_copies)[copy]
+
+        return mine
 
     def rebalance(self, seconds_per_sample: tuple[float, ...]) -> None:
         """Give faster workers more, from the first step on that nobody can have planned yet."""
@@ -174,12 +196,31 @@ class Course:
 
     def settle_in(self) -> None:
         """The World is another, and goes on where the last one was."""
+        self._stand_with_the_others()
         will, every = self._team.will, self._subject.settings.checkpoint_every
         if will is not None and will.mirrored:
             self._tell_rebuilt("mirror", parts=list(will.mirrored), num_parts=len(will.givers))
         # Who was interrupted may not have saved what others have: all make one after the next step.
         self.saved_step, self._is_due = -1, every is not None and self.place.step % every == 0
         self._begin_world()
+
+    def _stand_with_the_others(self) -> None:
+        """Copies that train by themselves go on at a common place, where something is missing that one learned."""
+        sync = self._team.sync
+        if not isinstance(sync, LocalSync):
+            return
+        place = sync.start_at(self.place)
+        if self.plan is not None and place.step > self.place.step:  # our step was over when it was interrupted
+            self.place = place
+            self._go_on_scheduling(self.plan)
+        self.place, self.is_first = place, False
+        if self._team.rank == 0 and place.step < sync.owed.until:
+            self._route.recorder.event("relearning", place.step, until=sync.owed.until)
+
+    def return_to(self, step: int) -> None:
+        """Be at this step again, where a loss has taken us back: learn what nobody has who is left."""
+        if isinstance(self._team.sync, LocalSync) and self.place.step < step:
+            self._relearn(step)
 
     def _tell_rebuilt(self, source: str, **more: Any) -> None:
         """What only the lost held is here again, and where it comes from."""
@@ -199,6 +240,8 @@ class Course:
         """From here on nothing is planned yet, and what was loaded ahead is of no use."""
         self.schedule = self._equal_shares()
         self.speed.clear()
+        if isinstance(self._team.sync, LocalSync):
+            self._team.sync.start_at(self.place)
         if self.feed is not None:
             self.feed.drop()
 
@@ -219,13 +262,13 @@ class Course:
     def tell(self) -> dict[str, Any]:
         """What a newcomer needs to know besides the tensors and what the optimizer has counted."""
         more = {"step": self.place.step, "first_generation": self._first_generation, "is_averaged": self.is_averaged}
-        return {**self._facts([]), **more}
+        return {**self._facts([]), **more, "scheduled": self._scheduled}
 
     def take(self, state: State) -> list[dict[str, float]]:
         """Be where the others are; returns what the optimizer has counted."""
         held = {name: value.shape for name, value in named_tensors(self._subject.model)}
         self.place, counts = self._read(state, held)
-        self._first_generation = int(state.facts["first_generation"])
+        self._first_generation, self._scheduled = state.facts["first_generation"], state.facts["scheduled"]
         self.is_first = False
         return counts
 
@@ -344,4 +387,6 @@ class Course:
 
     def _read(self, state: State, shapes: Mapping[str, torch.Size]) -> tuple[Place, list[dict[str, float]]]:
         of, route = self._subject, self._route
-        return read_progress(state, route.ledger, of.settings, of.optimizer, route.scheduler, shapes)
+        place, counts = read_progress(state, route.ledger, of.settings, of.optimizer, route.scheduler, shapes)
+        self._scheduled = place.step
+        return place, counts

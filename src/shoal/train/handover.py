@@ -41,3 +41,12 @@ def share_tensors(group: Group, tensors: Mapping[str, torch.Tensor], source: int
             data = value.detach().contiguous().view(-1).view(torch.uint8)
             data = data.clone() if group.rank == source else data
             group.broadcast(data, root=source).wait()
+
+
+def give_tensors(
+    group: Group, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, Any], source: int, *, is_newcomer: bool
+) -> None:
+    """Give newcomers the source's values, of which all know the shapes. Others take part in it and keep their own."""
+    is_part = is_newcomer or group.rank == source
+    for name in sorted(name for name in shapes if not name.startswith("model/")):
+        share_tensors(group, {name: tensors[name]} if is_part else make_room({name: shapes[name]}), source)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -44,6 +45,7 @@ from shoal.train.split.make import Material, make_split
 from shoal.train.split.microbatches import largest_piece
 from shoal.train.split.split import Split, Work
 from shoal.train.split.whole import Whole
+from shoal.train.sync.local import LocalSync
 from shoal.train.sync.sync import Outcome, Standing, Totals
 from shoal.train.sync.table import NotFinite
 from shoal.train.team import Subject, Team
@@ -154,6 +156,7 @@ class Trainer:
                     recorder=self._recorder,
                     is_resumed=resume or facts.is_resumed,
                 ),
+                self._relearn,
             )
             self._calls = Calls(self._team, self._course, number)
             if not self._team.is_elastic:
@@ -230,24 +233,30 @@ class Trainer:
     @contextmanager
     def _load(self, stop_epoch: int | None, stop_step: int | None) -> Iterator[Iterator[Batch]]:
         self._num_steps = setup.last_step(self.ledger, stop_epoch, stop_step)
-
-        def start(place: Place) -> Loader:
-            schedule = self._course.schedule  # a loader that is on its way out does not plan with the next one
-            copy = self._team.copy
-            return load_steps(
-                self._source,
-                self.ledger,
-                place,
-                lambda step: schedule.at(step)[copy],
-                merge=self._merges,
-                max_piece=self._largest_piece(),
-                stop_step=stop_step,
-                stop_epoch=stop_epoch,
-                num_processes=self.settings.loaders,
-            )
-
+        start = partial(self._start_loader, stop_epoch, stop_step)
         with place_errors(self.rank, lambda: self.place.step), self._stepping(), self._course.load(start) as feed:
             yield map(self._batch, feed)
+
+    def _start_loader(self, stop_epoch: int | None, stop_step: int | None, place: Place) -> Loader:
+        return load_steps(
+            self._source,
+            self.ledger,
+            place,
+            self._course.shares(),  # a loader that is on its way out does not plan with the next ones
+            merge=self._merges,
+            max_piece=self._largest_piece(),
+            stop_step=stop_step,
+            stop_epoch=stop_epoch,
+            num_processes=self.settings.loaders,
+        )
+
+    def _relearn(self, step: int) -> None:
+        """Take steps again, up to this one, for what nobody has learned who is left."""
+        feed = self._course.feed
+        with self._course.load(partial(self._start_loader, None, step)) as again:
+            for loaded in again:
+                self._step(self._batch(loaded))
+        self._course.feed = feed
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
@@ -275,7 +284,11 @@ class Trainer:
         """
         check_batch(batch, Batch, is_averaged=self._course.is_averaged)
         with self._team.apart(False):
-            return self._step(batch)
+            loss = self._step(batch)
+            # A worker that was lost took with it what it alone had learned: the others went back for that.
+            while self._is_local and self.place.step < batch.plan.after.step and self._course.feed is not None:
+                loss = self._step(self._batch(next(self._course.feed)))
+            return loss
 
     def _step(self, batch: Batch) -> float:
         started = time.perf_counter()
@@ -296,6 +309,9 @@ class Trainer:
                 outcome = self._team.reform(self._course)
                 if self.rank == 0:
                     self._recorder.event("step_settled", batch.plan.step, is_completed=outcome is not None)
+                if outcome is None and self.place.step > batch.plan.step:  # our own part of it was done
+                    assert isinstance(self._team.sync, LocalSync)
+                    return self._team.sync.loss
                 if outcome is None and self._course.feed is not None:  # it never happened: again, with other shards
                     batch = self._batch(next(self._course.feed))
         if isinstance(outcome, NotFinite):
@@ -312,6 +328,8 @@ class Trainer:
         started = time.perf_counter()
         plan, sync = batch.plan, self._team.sync
         assert sync is not None
+        if self._is_local:  # nothing else in a step would tell that a worker is lost
+            self._team.check_world()
         assignment = self._course.schedule.at(plan.step)
         self._course.attempt(plan)
         if self._faults is not None:
@@ -361,7 +379,8 @@ class Trainer:
     def _leave_out(self, plan: StepPlan, error: NotFinite) -> None:
         """A batch of this copy's own was no good. Only this worker leaves it out."""
         try:
-            with naming_samples(self.ledger, self._source, plan, self._course.schedule.at(plan.step)):
+            mine = [range(0)] * self._team.copy + [plan.cut.mine]
+            with naming_samples(self.ledger, self._source, plan, mine):
                 raise error
         except NotFinite as named:
             self._tell_skipped(plan, named)
@@ -498,7 +517,8 @@ class Trainer:
 
         Where workers hold parts of the model, all of them call it together.
         """
-        is_divided = self._team.sync is not None and self._team.sync.replica.holding is not None
+        sync = self._team.sync
+        is_divided = sync is not None and (self._is_local or sync.replica.holding is not None)
         return self._team.together(self._course.digest, self._course) if is_divided else self._course.digest()
 
     @contextmanager

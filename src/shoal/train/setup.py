@@ -289,7 +289,7 @@ def make_sync(
         "reach": reach,
     }
     if isinstance(settings.sync, Local):
-        del keywords["num_shards"], keywords["exact"], keywords["is_elastic"]
+        del keywords["exact"]
         return LocalSync(group, model, optimizer, settings.sync, buffers=buffers, across=across, **keywords)
     if isinstance(settings.sync, Sharded):
         # What a split has made of a model may use parameters elsewhere, and what torch.compile makes has no hooks.

@@ -12,6 +12,7 @@ from torch import nn
 from shoal.checkpoint.state import State
 from shoal.comm.group import Group
 from shoal.comm.rendezvous import Rendezvous
+from shoal.data.ledger import Place
 from shoal.engine.env import WorkerFacts
 from shoal.spec.errors import MemberLost, Retryable, UserError
 from shoal.spec.strategy import Local, Sharded
@@ -21,12 +22,13 @@ from shoal.train.chunked import giving_back
 from shoal.train.cut import Cut
 from shoal.train.flat import named_tensors
 from shoal.train.groups import Groups, connect_seats
-from shoal.train.handover import make_room, shapes_of, share_facts, share_tensors
+from shoal.train.handover import give_tensors, make_room, shapes_of, share_facts, share_tensors
 from shoal.train.inherit import Holding, Will, agree_on_will, hand_out
 from shoal.train.link import find_link
 from shoal.train.mesh import Seats, find_seats, make_mesh
 from shoal.train.settings import Settings
 from shoal.train.sync.across import Across
+from shoal.train.sync.local import LocalSync
 from shoal.train.sync.message import MessageSync
 from shoal.train.sync.sharded_message import MessageShardedSync
 from shoal.train.sync.sync import Outcome, Sync
@@ -60,10 +62,12 @@ class Subject:
 class Progress(Protocol):
     """What a trainer knows besides tensors, and how another one takes it over.
 
-    `is_averaged`: the model shows the moving average of its parameters, on all workers or on none.
+    `is_averaged`: the model shows the moving average of its parameters, on all workers or on none. `place`: how far
+    it has come.
     """
 
     is_averaged: bool
+    place: Place
 
     def tell(self) -> dict[str, Any]:
         """Everything a newcomer needs, as plain values."""
@@ -91,6 +95,10 @@ class Progress(Protocol):
 
     def settle_in(self) -> None:
         """The World is another one now."""
+        ...
+
+    def return_to(self, step: int) -> None:
+        """A loss may have taken us back: be at this step again."""
         ...
 
 
@@ -241,19 +249,28 @@ class Team:
         if self.link is None or self.sync is None:
             return act()
         done: list[T] = []
+        here = progress.place.step
         with self.link.acting():
             while True:
                 try:
                     if not done:
+                        if isinstance(self.sync, LocalSync):  # nothing may be on its way while all meet
+                            self.sync.agree()
                         done.append(act())
                         self.num_acts += 1
                     self.group.barrier()
                     return done[0]
                 except MemberLost:
                     self.reform(progress)
+                    progress.return_to(here)
                     if done and self.least_acts < self.num_acts:
                         self.num_acts -= 1
                         done.clear()
+
+    def check_world(self) -> None:
+        """Raise MemberLost if there is another World. Whoever waits for others is told so; others may ask."""
+        if self.link is not None and self.world is not None:
+            self.link.check(self.world)
 
     def _try(self, world: World, progress: Progress) -> tuple[bool, Outcome | NotFinite | None]:
         outcome = None
@@ -385,11 +402,12 @@ class Team:
         more["cut"] = dict(self.cut.facts) if self.cut is not None else None
         more["keys"] = self._keys(will)
         facts = share_facts(copies, progress.tell() | more if copies.rank == 0 else None, 0)
+        shapes = facts.pop("shapes")
         self._join_parts(groups.parts, facts["cut"])
         progress.is_averaged = bool(facts["is_averaged"])
         if self.sync is None:
             self.num_acts = facts["acts"]
-            tensors = make_room(facts.pop("shapes"), "cpu" if will is None else "meta")
+            tensors = make_room(shapes, "cpu" if will is None else "meta")
             self._counted = progress.take(State(step=facts["step"], tensors=tensors, facts=facts))
         sync = self._make_sync(groups, 0, is_inherited=will is not None)
         try:
@@ -397,7 +415,11 @@ class Team:
                 held = {name: value for name, value in tensors.items() if not name.startswith("model/")}
                 if has_newcomers and isinstance(sync, MessageSync | MessageShardedSync):
                     share_tensors(copies, held, 0)
+                elif has_newcomers and isinstance(sync, LocalSync):
+                    give_tensors(copies, held, shapes, 0, is_newcomer=self.sync is None)
                 sync.replica.restore(held, self._counted or [])
+                if isinstance(sync, LocalSync):
+                    sync.inherit(self.sync if isinstance(self.sync, LocalSync) else None)
             else:
                 self._inherit(sync, will, copies.rank, facts["keys"])
             if (holding := sync.replica.holding) is not None:
@@ -477,11 +499,11 @@ class Team:
 
 def _check_can_change(settings: Settings) -> None:
     """Refuse what cannot go on with another number of workers."""
-    if isinstance(settings.sync, Local):
+    if isinstance(settings.sync, Local) and settings.split is not None:
         raise UserError(
-            f"sync={settings.sync} needs a fixed number of workers.",
-            why="-n MIN:MAX lets workers come and go, and here each of them has what no other has",
-            hint="start with one number, such as `-n 4`",
+            f"sync={settings.sync} with split={settings.split} needs a fixed number of workers.",
+            why="-n MIN:MAX lets workers come and go, and a copy cannot lose one of its parts without the others",
+            hint="start with one number, such as `-n 4`, or leave out one of the two",
         )
 
 

@@ -39,6 +39,7 @@ class InnerSteps:
         if not work.pieces:
             sync.open_batch()
             sync.post([], work.mine, work.standing())
+        sync.close_step(work.plan.after)
 
     def use(self, function: Forward, batch: Any) -> Any:
         return self._split.use(function, batch)

@@ -55,63 +55,92 @@ def gather(group: Group, row: torch.Tensor, num_fragments: int) -> Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Landing:
-    """What came of a message: everybody's rows, what to add to each fragment's parameters, and seconds on the way."""
+class Met:
+    """What all copies have said: their rows, the mean of their ways of each fragment, and seconds on the way."""
 
     told: Told
-    moves: Sequence[torch.Tensor]
+    means: Sequence[torch.Tensor]
     travel_seconds: float
-
-
-class Flight:
-    """A message that left before step `step` and is taken in before step `due`; it holds `fragments`.
-
-    `act` makes it travel, in a thread. Nothing else may use the group meanwhile.
-    """
-
-    def __init__(
-        self,
-        step: int,
-        due: int,
-        fragment: int,
-        of: Round,
-        buffers: torch.Tensor | None,
-        act: Callable[[], Landing],
-    ) -> None:
-        self.step, self.due, self.fragment, self.round, self.buffers = step, due, fragment, of, buffers
-        self._act = act
-        self._landing: Landing | None = None
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="shoal-agree", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._landing = self._act()
-        except Exception as error:
-            self._error = error
-
-    def wait(self) -> Landing:
-        """What came of it; raises what went wrong."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._landing is not None
-        return self._landing
-
-    def abandon(self, seconds: float) -> None:
-        """The group was closed: give the thread time to notice."""
-        self._thread.join(seconds)
 
 
 def travel(
     group: Group,
     row: torch.Tensor,
     num_fragments: int,
-    moves: Callable[[Told], Sequence[torch.Tensor]],
-) -> Landing:
-    """Exchange rows, then what `moves` exchanges. The time on the way begins when all are there."""
+    means: Callable[[Told], Sequence[torch.Tensor]],
+) -> Met:
+    """Exchange rows, then what `means` exchanges. The time on the way begins when all are there."""
     told = gather(group, row, num_fragments)
     started = time.perf_counter()
-    found = moves(told)
-    return Landing(told, found, time.perf_counter() - started)
+    found = means(told)
+    return Met(told, found, time.perf_counter() - started)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """What a copy keeps of a message that is on its way, for when it arrives, and for when it never does.
+
+    turn: which agreement of the copies it is, counted over all Worlds. It left before step `step` and is taken in
+    before step `due`; `mark` is how much of the book is in it. `of` is the round in which it left, None where the
+    copies only take their mean. The rest is what leaving has changed: samples of the fragment and of the round, and
+    when the fragment had left before. `buffers` are those that we had.
+    """
+
+    turn: int
+    step: int
+    due: int
+    fragments: tuple[int, ...]
+    mark: int
+    of: Round | None = None
+    samples: int = 0
+    round_samples: int = 0
+    left: int = 0
+    buffers: torch.Tensor | None = None
+
+
+class Flight:
+    """A message on its way, in a thread. Nothing else may use the group meanwhile.
+
+    `meet` exchanges it. Then all vote, each in the knowledge that it has all it needs; only then `move` changes what
+    is agreed on, and returns what is to be added to our parameters. So if a member is lost and one of the others has
+    come to `move`, all can `complete` it.
+    """
+
+    def __init__(
+        self,
+        sent: Sent,
+        meet: Callable[[], Met],
+        vote: Callable[[], None],
+        move: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+    ) -> None:
+        self.sent = sent
+        self._meet, self._vote, self._move = meet, vote, move
+        self.met: Met | None = None
+        self.moves: Sequence[torch.Tensor] | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="shoal-agree", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.met = self._meet()
+            self._vote()
+            self.complete()
+        except Exception as error:
+            self._error = error
+
+    def complete(self) -> None:
+        """All have voted for it: have what comes of it."""
+        if self.moves is None:
+            assert self.met is not None
+            self.moves = self._move(self.met.means)
+
+    def wait(self) -> None:
+        """Until it has arrived; raises what went wrong."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def stop(self, seconds: float | None = None) -> None:
+        """The group is of no use any more: let the thread notice. So long at most, if that is given."""
+        self._thread.join(seconds)

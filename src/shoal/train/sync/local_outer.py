@@ -63,6 +63,18 @@ class Outer:
             own.sub_(taken)
         return way
 
+    def take(self, other: "Outer") -> None:
+        """Have what another has agreed on."""
+        self.anchor.copy_(other.anchor)
+        if self.momentum is not None and other.momentum is not None:
+            self.momentum.copy_(other.momentum)
+
+    def share(self, group: Group, source: int) -> None:
+        """Give all ranks what the source has agreed on."""
+        for values in (self.anchor, self.momentum):
+            if values is not None:
+                group.broadcast(values, root=source).wait()
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What a resumed run needs besides the parameters: with "average" nothing, for the mean is all there is."""
         if self.momentum is not None:

@@ -4,6 +4,7 @@ Everything here is a function of numbers that all workers have, so all of them c
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -42,10 +43,17 @@ class Round:
     def end(self) -> int:
         return self.start + self.length
 
-    def leaving(self, step: int) -> int | None:
-        """The fragment that leaves before this step, which has just been reached; None if none does."""
-        for fragment in range(self.num_fragments):
-            if self.start + (fragment + 1) * self.length // self.num_fragments == step:
+    def leaves(self, fragment: int) -> int:
+        """The step before which this fragment leaves."""
+        return self.start + (fragment + 1) * self.length // self.num_fragments
+
+    def leaving(self, step: int, left: Sequence[int]) -> int | None:
+        """The fragment that leaves before this step, which has just been reached; None if none does.
+
+        `left` says before which step each left the last time. One whose step has passed without it leaves late.
+        """
+        for fragment, before in enumerate(left):
+            if before < self.leaves(fragment) <= step:
                 return fragment
         return None
 
