@@ -129,10 +129,10 @@ def test_other_numbers_of_workers_a_stop_and_a_way_on(box):
     for count in (3, 1, 2):
         if count < 3:
             assert box.run("resize", "many", "-n", str(count)).returncode == 0
-        box.wait_for(lambda count=count: num_members(box) == count)
+        box.wait_for(lambda count=count: num_members(box) == count, seconds=60)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
-    done = box.run("run", "--resume", "many", env={**box.env, "ELASTIC_BUCKET": "256"})
+    process.communicate(timeout=60)
+    done = box.run("run", "--resume", "many", env={**box.env, "ELASTIC_BUCKET": "256"}, timeout=120)
     assert done.returncode == 0, done.stderr
     check_ends([end for rank in range(3) for end in ends_in(box.log(rank))], in_peace("short"))
 
