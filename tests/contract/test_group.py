@@ -21,3 +21,7 @@ class TestTcpOfTwo(GroupContract):
 
 class TestTcpOfThree(GroupContract):
     size, transport = 3, "tcp"
+
+
+class TestTcpThroughMainMemory(GroupContract):
+    size, transport, devices = 2, "tcp", ("cuda", "cpu")

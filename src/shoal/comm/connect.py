@@ -5,15 +5,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch.distributed import Store
+from torch.distributed import Store, is_nccl_available
 
 from shoal.comm import board as boards
 from shoal.comm.board import Board
+from shoal.comm.group import Group
 from shoal.comm.memory import map_memory, reserve
 from shoal.comm.passing import Swap, connect_all, listen, open_of, swap_by_proc, swap_by_sockets
 from shoal.comm.process import Process, can_share, decode, describe_self, encode, is_running
 from shoal.comm.rendezvous import Rendezvous
 from shoal.comm.shm import ShmGroup
+from shoal.comm.staged import StagedGroup, choose_transport, must_stage
 from shoal.comm.tcp import TcpGroup
 from shoal.spec.errors import UserError
 
@@ -45,11 +47,35 @@ def connect(
 
 
 def connect_at(meeting: Rendezvous, transport: str = "auto", interface: str = "") -> ShmGroup | TcpGroup:
-    """`connect` with those who come to this rendezvous."""
+    """`connect` with those who come to this rendezvous, all of them with tensors in main memory."""
     _check_transport(transport)
     if meeting.size == 1:
         return _alone(meeting.timeout_seconds)
-    processes = [decode(text) for text in meeting.gather("process", encode(describe_self()))]
+    return _connect(meeting, _gather(meeting), transport, interface)
+
+
+def connect_devices(meeting: Rendezvous, transport: str = "auto", device: str = "cpu") -> Group:
+    """`connect_at` for ranks whose tensors may be on a GPU: `device` is this rank's, "cpu" or "cuda".
+
+    GPUs among themselves use NCCL. Where some ranks have one and others not, tensors go through main memory.
+    """
+    _check_transport(transport)
+    if meeting.size == 1:
+        alone = _alone(meeting.timeout_seconds)
+        return alone if device == "cpu" else StagedGroup(alone)
+    processes = _gather(meeting, device)
+    devices = [process.device for process in processes]
+    group = _connect(meeting, processes, choose_transport(transport, devices))
+    return StagedGroup(group) if must_stage(device, devices, has_nccl=is_nccl_available()) else group
+
+
+def _gather(meeting: Rendezvous, device: str = "cpu") -> list[Process]:
+    return [decode(text) for text in meeting.gather("process", encode(describe_self(device)))]
+
+
+def _connect(
+    meeting: Rendezvous, processes: Sequence[Process], transport: str, interface: str = ""
+) -> ShmGroup | TcpGroup:
     group, reason = (None, "asked for") if transport == "tcp" else share_memory(meeting, processes)
     if group is not None:
         return group

@@ -17,6 +17,7 @@ class Process:
     """One worker as its peers see it. `started` tells it from a later process with the same pid.
 
     `boot` and `pid_namespace` are equal for two processes exactly when each can name the other by its pid.
+    `device` is where its tensors are: "cpu" or "cuda".
     """
 
     pid: int
@@ -26,9 +27,10 @@ class Process:
     net_namespace: int
     host: str
     user: int
+    device: str = "cpu"
 
 
-def describe_self() -> Process:
+def describe_self(device: str = "cpu") -> Process:
     """The facts of the calling process. Outside Linux there is no boot id, and nobody shares memory with it."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return Process(
@@ -39,6 +41,7 @@ def describe_self() -> Process:
         net_namespace=_namespace("net"),
         host=socket.gethostname(),
         user=os.getuid(),
+        device=device,
     )
 
 

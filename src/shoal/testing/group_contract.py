@@ -13,7 +13,7 @@ import hashlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,15 +30,16 @@ _NUMPY_OPS = {Op.SUM: np.add, Op.MAX: np.maximum, Op.MIN: np.minimum}
 
 
 class GroupContract:
-    """Subclass and set `size` and `transport`."""
+    """Subclass and set `size` and `transport`; `devices` where some ranks' tensors pass through main memory."""
 
     size: ClassVar[int]
     transport: ClassVar[str]
+    devices: ClassVar[Sequence[str]] = ()
 
     @pytest.fixture(scope="class")
     @classmethod
     def ranks(cls) -> Iterator[Ranks]:
-        with ranks_of(cls.size, cls.transport) as ranks:
+        with ranks_of(cls.size, cls.transport, cls.devices) as ranks:
             yield ranks
 
     def test_a_group_knows_its_ranks(self, ranks: Ranks) -> None:
@@ -103,7 +104,7 @@ class GroupContract:
         if self.size == 1:
             pytest.skip("nobody is left to notice")
         dead = 0 if victim == "first" else self.size - 1
-        with ranks_of(self.size, self.transport) as ranks:
+        with ranks_of(self.size, self.transport, self.devices) as ranks:
             ranks.start(reduce_forever, numel=200_000)
             time.sleep(0.3)
             ranks.kill(dead)
@@ -120,7 +121,7 @@ class GroupContract:
     def test_a_frozen_rank_runs_into_the_timeout(self) -> None:
         if self.size == 1:
             pytest.skip("nobody is left to wait")
-        with ranks_of(self.size, self.transport) as ranks:
+        with ranks_of(self.size, self.transport, self.devices) as ranks:
             ranks.run(join_impatiently, generation=1)
             ranks.kill(1, signal.SIGSTOP)
             ranks.start(reduce_once)

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch.distributed import Store, TCPStore
 
-from shoal.comm.connect import connect
+from shoal.comm.connect import connect_devices
 from shoal.comm.group import Group
+from shoal.comm.rendezvous import Rendezvous
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 ANSWER_SECONDS = 30.0
@@ -27,25 +28,24 @@ ANSWER_SECONDS = 30.0
 
 @dataclass
 class Member:
-    """One rank, inside its process: what a check is given. `group` is generation 0."""
+    """One rank, inside its process: what a check is given. `group` is generation 0.
+
+    Tensors of a rank that says to have them on another device than they are pass through main memory, and nothing
+    else is different: so that way is tested without such a device.
+    """
 
     rank: int
     size: int
     transport: str
     store: Any
+    device: str = "cpu"
     group: Any = None
     others: list[Any] = field(default_factory=list)
 
     def join(self, generation: int, timeout_seconds: float = 20.0) -> Any:
         """A group of another generation with the same ranks."""
-        group: Group = connect(
-            self.rank,
-            self.size,
-            self.store,
-            generation=generation,
-            transport=self.transport,
-            timeout_seconds=timeout_seconds,
-        )
+        meeting = Rendezvous(self.rank, self.size, timeout_seconds, store=self.store, generation=generation)
+        group: Group = connect_devices(meeting, self.transport, self.device)
         self.others.append(group)
         return group
 
@@ -59,14 +59,14 @@ class Ranks:
     The meeting point lives in the test's own process, so that any rank may be killed.
     """
 
-    def __init__(self, size: int, transport: str) -> None:
+    def __init__(self, size: int, transport: str, devices: Sequence[str]) -> None:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
         self._pipes: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(size):
             ours, theirs = _CONTEXT.Pipe()
             process = _CONTEXT.Process(
-                target=_serve, args=(rank, size, transport, self._store.port, theirs), daemon=True
+                target=_serve, args=(rank, size, transport, devices[rank], self._store.port, theirs), daemon=True
             )
             process.start()
             theirs.close()
@@ -113,10 +113,10 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks_of(size: int, transport: str) -> Iterator[Ranks]:
-    """Processes that have formed a group; ended on the way out, whatever happened."""
+def ranks_of(size: int, transport: str, devices: Sequence[str] = ()) -> Iterator[Ranks]:
+    """Processes that have formed a group; ended on the way out, whatever happened. `devices`: see Member."""
     _CONTEXT.set_forkserver_preload(["torch", "shoal.testing.ranks"])
-    ranks = Ranks(size, transport)
+    ranks = Ranks(size, transport, devices or ["cpu"] * size)
     try:
         ranks.run(_hello)
         yield ranks
@@ -138,10 +138,10 @@ def _hello(member: Member) -> str:
     return str(member.group.reason)
 
 
-def _serve(rank: int, size: int, transport: str, port: int, pipe: Connection) -> None:
+def _serve(rank: int, size: int, transport: str, device: str, port: int, pipe: Connection) -> None:
     store: Store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=20))
     torch.set_num_threads(1)
-    member = Member(rank, size, transport, store)
+    member = Member(rank, size, transport, store, device)
     while True:
         try:
             check, arguments = pipe.recv()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shoal.comm.connect import connect_at
+from shoal.comm.connect import connect_devices
 from shoal.comm.group import Group
 from shoal.comm.rendezvous import Rendezvous
 from shoal.train.mesh import Seats
@@ -25,20 +25,23 @@ class Groups:
                 group.close()
 
 
-def connect_seats(meeting: Rendezvous, seats: Seats, transport: str) -> Groups:
-    """Meet those who have seats. Only they call this, all together; `meeting` is of all members of the World."""
+def connect_seats(meeting: Rendezvous, seats: Seats, transport: str, device: str) -> Groups:
+    """Meet those who have seats. Only they call this, all together; `meeting` is of all members of the World.
+
+    `device` is where our tensors are: "cpu" or "cuda".
+    """
     mesh, members = seats.mesh, seats.members
-    everyone = connect_at(meeting.among("seats", members), transport)
+    everyone = connect_devices(meeting.among("seats", members), transport, device)
     if mesh.num_parts == 1:
         return Groups(everyone=everyone, copies=everyone)
     seat = members.index(meeting.rank)
     part, copy = mesh.part_of(seat), mesh.copy_of(seat)
     try:
-        copies = connect_at(_some(meeting, seats, f"part-{part}", mesh.with_part(part)), transport)
+        copies = connect_devices(_some(meeting, seats, f"part-{part}", mesh.with_part(part)), transport, device)
         return Groups(
             everyone=everyone,
             copies=copies,
-            parts=connect_at(_some(meeting, seats, f"copy-{copy}", mesh.with_copy(copy)), transport),
+            parts=connect_devices(_some(meeting, seats, f"copy-{copy}", mesh.with_copy(copy)), transport, device),
         )
     except BaseException:
         everyone.close()

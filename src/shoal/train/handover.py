@@ -38,9 +38,12 @@ def share_tensors(group: Group, tensors: Mapping[str, torch.Tensor], source: int
     for name in sorted(tensors):
         value = tensors[name]
         if value.numel():
-            data = value.detach().contiguous().view(-1).view(torch.uint8)
+            # In main memory: newcomers have no place on their device for it yet.
+            data = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
             data = data.clone() if group.rank == source else data
             group.broadcast(data, root=source).wait()
+            if not value.is_cpu and group.rank != source:
+                value.detach().copy_(data.view(value.dtype).view(value.shape))
 
 
 def give_tensors(

@@ -182,11 +182,7 @@ class Team:
         """Meet all workers of a run of fixed size."""
         seats = find_seats(range(self.size), (), self.mesh.num_parts)
         meeting = setup.meet(self._facts, self._subject.settings, self._number)
-        self._groups = connect_seats(meeting, seats, self._transport)
-
-    @property
-    def _transport(self) -> str:
-        return "tcp" if self._subject.device.type == "cuda" else self._subject.settings.transport
+        self._groups = connect_seats(meeting, seats, self._subject.settings.transport, self._subject.device.type)
 
     def divide(self) -> None:
         """Let this worker hold only its part of the model: of the lead's, so that the parts fit together."""
@@ -363,7 +359,7 @@ class Team:
     def _enter(
         self, world: World, meeting: Rendezvous, seats: Seats, holders: Sequence[int], progress: Progress
     ) -> None:
-        groups = connect_seats(meeting, seats, self._transport)
+        groups = connect_seats(meeting, seats, self._subject.settings.transport, self._subject.device.type)
         try:
             has_newcomers = not set(holders).issuperset(seats.members)
             sync = self._hand_over(world, groups, progress, has_newcomers) if holders else None
