@@ -39,6 +39,24 @@ SETTINGS = [
         error="precision='fp16' does not work.",
         do="for example: precision='bf16'",
     ),
+    Mistake(
+        did='`memory="lots"`',
+        act=lambda: fit(memory="lots"),
+        error="memory='lots' does not work.",
+        do='for example: memory="2GB"',
+    ),
+    Mistake(
+        did="less `memory=` than the worker uses already",
+        act=lambda: fit(memory="1MB"),
+        error="This worker's memory of 1 MB (memory=1MB) is too little.",
+        do="give it memory=",
+    ),
+    Mistake(
+        did='`device="cuda"` without a GPU',
+        act=lambda: fit(device="cuda"),
+        error="device='cuda' is not there: this worker would use cuda:0, and its machine has 0 GPU(s).",
+        do='use device="auto"',
+    ),
     Mistake(did="`ema=2`", act=lambda: fit(ema=2), error="ema=2 does not work.", do="for example: ema=0.999"),
     Mistake(
         did="text where True or False belongs",

@@ -3,7 +3,14 @@ from pathlib import Path
 import pytest
 
 from shoal.engine.fit import check_memory, parse_bytes
-from shoal.engine.machine import OutOfMemoryKills, available_cores, available_memory_bytes, out_of_memory_kills
+from shoal.engine.machine import (
+    FreeMemory,
+    OutOfMemoryKills,
+    available_cores,
+    available_memory_bytes,
+    free_memory,
+    out_of_memory_kills,
+)
 from shoal.spec.errors import UserError
 
 MB = 1 << 20
@@ -79,6 +86,22 @@ def test_memory_of_cgroup_v1(tmp_path: Path) -> None:
 def test_memory_may_be_unknown(tmp_path: Path) -> None:
     assert available_memory_bytes(str(tmp_path)) is None
     assert (available_memory_bytes() or 0) > 0
+
+
+def test_workers_of_a_machine_share_what_is_free(tmp_path: Path) -> None:
+    assert free_memory(2, str(tmp_path), ()) is None
+    root = lay(tmp_path, {"proc/meminfo": f"MemAvailable:  {8 * 1024} kB\n", "proc/self/cgroup": "0::/a\n"})
+    assert free_memory(2, root, ()) == FreeMemory(num_bytes=4 * MB, limited_by="machine")
+    lay(tmp_path, {"sys/fs/cgroup/a/memory.max": str(5 * MB), "sys/fs/cgroup/a/memory.current": str(3 * MB)})
+    assert free_memory(2, root, ()) == FreeMemory(num_bytes=MB, limited_by="cgroup")
+
+
+def test_a_limit_of_each_process_is_not_shared(tmp_path: Path) -> None:
+    files = {"proc/meminfo": f"MemAvailable:  {8 * 1024} kB\n", "proc/self/status": f"VmSize:  {2 * 1024} kB\n"}
+    root = lay(tmp_path, files)
+    assert free_memory(2, root, [("VmSize:", 5 * MB)]) == FreeMemory(num_bytes=3 * MB, limited_by="ulimit")
+    assert free_memory(2, root, [("VmSize:", MB)]) == FreeMemory(num_bytes=0, limited_by="ulimit")
+    assert free_memory(2, root, [("VmSize:", 9 * MB)]) == FreeMemory(num_bytes=4 * MB, limited_by="machine")
 
 
 def test_kills_for_lack_of_memory_are_counted(tmp_path: Path) -> None:

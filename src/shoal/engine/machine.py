@@ -1,7 +1,8 @@
 """What this machine lets us use: cores and memory, as limited by affinity and by cgroups (v1 and v2)."""
 
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 _UNLIMITED = 1 << 60
@@ -37,14 +38,73 @@ def _quota_v1(folder: str) -> float:
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() else _UNLIMITED
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeMemory:
+    """How much more can be used before something is killed or refused, and what says so.
+
+    `limited_by` is "machine" where that is only the memory there is, else "cgroup" or "ulimit": a limit that
+    somebody has set.
+    """
+
+    num_bytes: int
+    limited_by: str
+
+
 def available_memory_bytes(root: str = "/") -> int | None:
     """Memory that can still be used before something is killed, or None where nobody says."""
-    free = [_mem_available(root)]
+    free = _free_memory(root)
+    return min(each.num_bytes for each in free) if free else None
+
+
+def free_memory(
+    num_sharing: int, root: str = "/", rlimits: Sequence[tuple[str, int]] | None = None
+) -> FreeMemory | None:
+    """What this process may still take, as one of so many on this machine that take equally much.
+
+    None where nobody says. `rlimits` are measured where they are not given: fields of /proc/self/status with the most
+    that they may be.
+    """
+    free = [
+        FreeMemory(num_bytes=each.num_bytes // num_sharing, limited_by=each.limited_by) for each in _free_memory(root)
+    ]
+    used = _fields(f"{root}/proc/self/status")
+    for name, limit in _rlimits() if rlimits is None else rlimits:
+        if name in used:
+            free.append(FreeMemory(num_bytes=max(0, limit - used[name] * 1024), limited_by="ulimit"))
+    return min(free, key=lambda each: each.num_bytes) if free else None
+
+
+def _rlimits() -> list[tuple[str, int]]:
+    import resource
+
+    kinds = (("VmSize:", resource.RLIMIT_AS), ("VmData:", resource.RLIMIT_DATA))
+    limits = [(name, resource.getrlimit(kind)[0]) for name, kind in kinds]
+    return [(name, limit) for name, limit in limits if limit != resource.RLIM_INFINITY]
+
+
+def _free_memory(root: str) -> list[FreeMemory]:
+    free = [("machine", _mem_available(root))]
     for folder in _cgroups(root, "memory"):
-        free.append(_free_in(folder, "memory.max", "memory.current", "inactive_file"))
-        free.append(_free_in(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
-    known = [value for value in free if value is not None]
-    return max(0, min(known)) if known else None
+        free.append(("cgroup", _free_in(folder, "memory.max", "memory.current", "inactive_file")))
+        usage = "memory.usage_in_bytes"
+        free.append(("cgroup", _free_in(folder, "memory.limit_in_bytes", usage, "total_inactive_file")))
+    return [FreeMemory(num_bytes=max(0, value), limited_by=name) for name, value in free if value is not None]
+
+
+def used_memory_bytes(root: str = "/") -> int:
+    """The memory that this process has in use (resident), what it shares with others included; 0 where unknown."""
+    return _fields(f"{root}/proc/self/status").get("VmRSS:", 0) * 1024
+
+
+def peak_memory_bytes(root: str = "/") -> int:
+    """The most that this process had in use since `forget_peak`, or since it began where that is not allowed."""
+    return _fields(f"{root}/proc/self/status").get("VmHWM:", 0) * 1024
+
+
+def forget_peak() -> None:
+    """Let `peak_memory_bytes` begin anew. About 20 µs."""
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
 
 
 def _mem_available(root: str) -> int | None:

@@ -9,6 +9,7 @@ from shoal.observe import journal
 from shoal.observe.breakdown import Breakdown, break_down_turns, changes_in
 from shoal.observe.clean import clean, one_line
 from shoal.observe.diagnose import diagnose
+from shoal.observe.equipment import KINDS, Equipment, find_equipment
 from shoal.observe.finding import Finding
 from shoal.observe.history import History, tell_history
 from shoal.observe.metrics import MetricsReader
@@ -20,7 +21,7 @@ from shoal.spec.event import Event
 # Kinds that other parts of an explanation tell.
 _TOLD_ELSEWHERE = frozenset(
     {"progress", "settings", "error", "run_started", "worker_started", "worker_exited", "run_ended"}
-    | {"world", "worker_lost", "worker_joined", "items_done", "state_rebuilt"}
+    | {"world", "worker_lost", "worker_joined", "items_done", "state_rebuilt", *KINDS}
 )
 MAX_NOTES = 12
 
@@ -65,7 +66,8 @@ class Explanation:
 
     `history` is None where the run is not elastic. `exits` holds the exit code of each rank that reported one,
     `log_bytes` the size of each rank's log, and `num_damaged` counts lines of journal and metrics that could not be
-    read. `items` is how far a map came: done, total (None: not known), per_second, retries.
+    read. `items` is how far a map came: done, total (None: not known), per_second, retries. `equipment` is empty
+    where all workers computed with the same.
     """
 
     run: RunInfo
@@ -80,6 +82,7 @@ class Explanation:
     log_bytes: Mapping[int, int]
     num_damaged: int = 0
     items: Mapping[str, Any] | None = None
+    equipment: tuple[Equipment, ...] = ()
 
     def text(self, width: int = 80, *, is_ascii: bool = False) -> str:
         """The explanation as people read it, no line longer than `width` columns."""
@@ -122,6 +125,7 @@ def explain(run_dir: str) -> Explanation:
         log_bytes=list_logs(run_dir),
         num_damaged=len(damaged) + reader.num_damaged,
         items=find_items(events),
+        equipment=find_equipment(events),
     )
 
 

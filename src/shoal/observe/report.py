@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.observe.breakdown import Breakdown, Shares, median
 from shoal.observe.clean import clean, fit
+from shoal.observe.equipment import write_equipment
 from shoal.observe.finding import WORTH_SAYING, Finding, ms, percent
 from shoal.observe.fold import name_ranks
 from shoal.observe.status import count, duration, number
@@ -32,6 +33,8 @@ def write_report(explanation: "Explanation", width: int = 80, *, is_ascii: bool 
         lines += _section("where the time went", _times(explanation.breakdown, width, is_ascii))
     if explanation.history:
         lines += _section("who took part", _history(explanation, width, is_ascii))
+    if explanation.equipment:
+        lines += _section("what workers compute with", write_equipment(explanation.equipment))
     if explanation.findings:
         lines += _section("what to change", _findings(explanation.findings, width))
     lines += _section("worth knowing", _notes(explanation, width))

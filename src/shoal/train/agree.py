@@ -16,8 +16,8 @@ from shoal.spec.errors import UserError
 from shoal.train.resume import hyper_parameters, plain
 from shoal.train.settings import Settings, values_of
 
-OWN = ("compile", "keep", "loaders", "microbatch_size", "threads", "timeout_seconds")
-"""Settings that each worker may have for itself."""
+OWN = ("compile", "device", "keep", "loaders", "memory", "microbatch_size", "precision", "threads", "timeout_seconds")
+"""Settings that each worker may have for itself. In exact mode precision is part of the result."""
 
 SHOWN_BYTES = 80
 """Of a value that differs, how much is told."""
@@ -76,6 +76,7 @@ def _is_tensor(value: object) -> bool:
 def facts_of(settings: Settings, ledger: Ledger, scheduler: Any) -> dict[str, object]:
     """What must be the same on all workers, by the names that people know it by."""
     facts: dict[str, object] = {k: v for k, v in values_of(settings).items() if k not in OWN}
+    facts |= {"precision": settings.precision} if settings.exact else {}
     facts |= {"the number of samples": ledger.num_samples, "the number of shards": ledger.num_shards}
     facts["the scheduler"] = type(scheduler).__name__
     return facts | {"the state of the scheduler": plain(scheduler.state_dict()) if scheduler is not None else None}

@@ -30,12 +30,20 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def evaluate(
-    model: nn.Module, use: Use, loss: Loss, source: Any, group: Group, block: int, device: torch.device
+    model: nn.Module,
+    use: Use,
+    loss: Loss,
+    source: Any,
+    group: Group,
+    block: int,
+    device: torch.device,
+    piece: int | None = None,
 ) -> dict[str, float]:
     """The mean over all samples of what `loss` returns: a scalar, (sum, weight), or a dict of names to either.
 
     The dataset is cut into blocks of a fixed size, which are divided among the workers; block results are added up
-    exactly. So the answer does not depend on the number of workers, to the last bit.
+    exactly. So the answer does not depend on the number of workers, to the last bit; but for rounding where `piece`
+    says that this one computes fewer samples at a time.
     """
     blocks = cut_blocks(count_samples(source), block)
     mine = assign(len(blocks), [1.0] * group.size)[group.rank]
@@ -43,11 +51,13 @@ def evaluate(
     with evaluating(model):
         # A worker without a block computes the first one, only to learn what is measured.
         for index in mine or range(1):
-            ids = np.arange(*blocks[index])
-            batch = move(source.fetch(ids), device)
-            with in_user_code(group.rank, None, batch, f"evaluating samples {ids[0]} to {ids[-1]}", loss):
-                names, row = measure(use(loss, batch), len(ids))
-            rows[index] = row if mine else [0.0] * len(row)
+            parts: list[list[float]] = []
+            for ids in cut_ids(blocks[index], piece):
+                batch = move(source.fetch(ids), device)
+                with in_user_code(group.rank, None, batch, f"evaluating samples {ids[0]} to {ids[-1]}", loss):
+                    names, part = measure(use(loss, batch), len(ids))
+                parts.append(part if mine else [0.0] * len(part))
+            rows[index] = [sum(column) for column in zip(*parts, strict=True)]
     table = gather_rows(rows, len(blocks), group)
     sums = [(math.fsum(table[:, 2 * i]), math.fsum(table[:, 2 * i + 1])) for i in range(len(names))]
     return {name: total / weight if weight else math.nan for name, (total, weight) in zip(names, sums, strict=True)}
@@ -65,6 +75,13 @@ def count_samples(source: Any) -> int:
 
 def cut_blocks(num_samples: int, block: int) -> list[tuple[int, int]]:
     return [(start, min(start + block, num_samples)) for start in range(0, num_samples, block)]
+
+
+def cut_ids(span: tuple[int, int], piece: int | None) -> list[np.ndarray]:
+    """The samples of a block, in pieces of at most so many."""
+    start, stop = span
+    size = piece or stop - start
+    return [np.arange(at, min(at + size, stop)) for at in range(start, stop, size)]
 
 
 def measure(result: Any, num_samples: int) -> tuple[tuple[str, ...], list[float]]:
@@ -89,7 +106,14 @@ def gather_rows(rows: Mapping[int, list[float]], num_rows: int, group: Group) ->
 
 
 def predict(
-    model: nn.Module, use: Use, forward: Forward, source: Any, group: Group, block: int, device: torch.device
+    model: nn.Module,
+    use: Use,
+    forward: Forward,
+    source: Any,
+    group: Group,
+    block: int,
+    device: torch.device,
+    piece: int | None = None,
 ) -> Any:
     """The model's outputs for every sample, in the dataset's order, on every worker.
 
@@ -101,10 +125,10 @@ def predict(
     with evaluating(model):
         # A worker without a block computes the first one, only to learn the shapes.
         for index in ranges[group.rank] or range(1):
-            ids = np.arange(*blocks[index])
-            batch = move(source.fetch(ids), device)
-            with in_user_code(group.rank, None, batch, f"predicting samples {ids[0]} to {ids[-1]}", forward):
-                outputs.append(check_output(use(forward, batch), len(ids)))
+            for ids in cut_ids(blocks[index], piece):
+                batch = move(source.fetch(ids), device)
+                with in_user_code(group.rank, None, batch, f"predicting samples {ids[0]} to {ids[-1]}", forward):
+                    outputs.append(check_output(use(forward, batch), len(ids)))
     counts = [sum(blocks[i][1] - blocks[i][0] for i in of_rank) for of_rank in ranges]
     return join(outputs, counts, group)
 

@@ -28,6 +28,7 @@ from shoal.train.calls import Calls
 from shoal.train.compute import Compute, autocast, uncompiled
 from shoal.train.course import Course, Route
 from shoal.train.cut import Cut
+from shoal.train.device import await_computed, equip
 from shoal.train.ending import Ending
 from shoal.train.errors import in_run, place_errors
 from shoal.train.faulty import read_faults
@@ -37,6 +38,7 @@ from shoal.train.loss import Loss
 from shoal.train.measure import Measurement
 from shoal.train.mesh import make_mesh
 from shoal.train.parts import check_batch, check_parts
+from shoal.train.room import find_limit, make_room
 from shoal.train.saving import say
 from shoal.train.settings import make_settings
 from shoal.train.skips import MOST_IN_A_ROW, Skips
@@ -101,19 +103,21 @@ class Trainer:
             self.settings, origins = make_settings({"batch_size": batch_size, **settings}, facts.options)
             check_parts(model, loss, optimizer, scheduler)
             self.run_dir, self._recorder = setup.open_run(facts, run_dir, resume, opened)
-            setup.set_threads(self.settings)
-            self.device = setup.place_model(model, facts)
+            self.settings, self.device = equip(self.settings, model, optimizer, facts)
             self.model = uncompiled(model)
             self.optimizer, self.scheduler, self._loss = optimizer, scheduler, loss
             setup.start_from(self.model, init_from, strict, self._recorder)
             self._source = setup.make_source(dataset, collate, self.settings)
-            traits = setup.probe_model(self.model, loss, self._source, self.settings, self.device, facts.rank)
+            limit = find_limit(self.settings.memory, self.device, facts.local_world_size)
+            traits = setup.probe_model(self.model, loss, self._source, self.settings, self.device, facts.rank, limit)
             is_elastic = find_link(facts) is not None
             num_copies = make_mesh(facts.world_size, self.settings.split, is_elastic=is_elastic).num_copies
             self.ledger = setup.make_ledger(self.settings, self._source, traits, num_copies)
             self._buffers = ChangingBuffers(self.model, traits.changing)
             self._is_local = isinstance(self.settings.sync, Local)
             self._merges = traits.is_plain and not self.settings.exact and not self._is_local
+            self._room = make_room(self.settings, traits, self.ledger, self.device, facts, self._recorder.event)
+            self._room.check(limit)
             self._num_steps: int | None = None
             self._skips = Skips()
             self._is_closed = False
@@ -238,6 +242,7 @@ class Trainer:
             yield map(self._batch, feed)
 
     def _start_loader(self, stop_epoch: int | None, stop_step: int | None, place: Place) -> Loader:
+        self._enter_room(place.step)
         return load_steps(
             self._source,
             self.ledger,
@@ -317,6 +322,7 @@ class Trainer:
         if isinstance(outcome, NotFinite):
             return self._skip(batch.plan, outcome)
         self._record(batch, outcome, started, self._course.compute_seconds)
+        self._fit_pieces(batch.plan)
         if not is_interrupted and self._save_in_time():
             self._agree_on_more(batch.plan, outcome.totals)
         elif outcome.totals.wish == STOP:  # all else that the workers said to each other was about another World
@@ -332,6 +338,7 @@ class Trainer:
             self._team.check_world()
         assignment = self._course.schedule.at(plan.step)
         self._course.attempt(plan)
+        self._room.open()
         if self._faults is not None:
             self._faults.corrupt(sync.replica.flat.values, plan.step)
         self._reach("start")
@@ -346,6 +353,7 @@ class Trainer:
                 standing=lambda: self._standing(plan.step),
             )
         )
+        await_computed(self.device)
         # Waiting for others while backward goes on says nothing about how fast this worker is.
         self._course.compute_seconds = time.perf_counter() - started - sync.gradients.stalled
         self._reach("backward")
@@ -395,7 +403,20 @@ class Trainer:
 
     def _largest_piece(self) -> int | None:
         """Most samples in one forward."""
-        return largest_piece(self.settings, self.ledger, self._team.mesh.num_copies, is_merging=self._merges)
+        asked = largest_piece(self.settings, self.ledger, self._team.mesh.num_copies, is_merging=self._merges)
+        return min((bound for bound in (asked, self._room.piece) if bound is not None), default=None)
+
+    def _enter_room(self, step: int) -> None:
+        """Before anything is loaded: may its pieces be as large as they can be? Shares move, so twice ours count."""
+        share = 2 * -(-self.settings.batch_size // self._team.mesh.num_copies)
+        if self._room.enter(min(self.settings.batch_size, share, self.settings.microbatch_size or share)):
+            setup.record_worker(self._recorder, step, self.settings, self.device, self._room)
+
+    def _fit_pieces(self, plan: StepPlan) -> None:
+        """Let pieces be as large as memory holds, now that it is known what a step of ours takes."""
+        largest = max((piece.num_samples for piece in plan.pieces), default=0)
+        if self._room.close(plan.step, largest) and self._course.feed is not None:
+            self._course.feed.drop()
 
     def _reach(self, point: str) -> None:
         """What is to go wrong on purpose goes wrong here."""
@@ -554,7 +575,14 @@ class Trainer:
                     self._team.together(self._course.agree, self._course)
                     result = self._team.together(
                         lambda: act(
-                            self.model, self._split.use, function, source, self._team.copies, block, self.device
+                            self.model,
+                            self._split.use,
+                            function,
+                            source,
+                            self._team.copies,
+                            block,
+                            self.device,
+                            self._room.piece,
                         ),
                         self._course,
                     )

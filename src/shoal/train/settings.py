@@ -1,12 +1,16 @@
 """What a training run leaves open or decides: one frozen record, from the script and then from `-o`."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_type_hints
 
+from shoal.engine.fit import parse_bytes
 from shoal.spec.errors import UserError
 from shoal.spec.strategy import EVERY_STEP, AllReduce, Local, Sharded, Split, Sync, combine, parse_split, parse_sync
+
+Precision = Literal["float32", "auto", "bf16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,9 +22,12 @@ class Settings:
     exact: bit-identical parameters for any number of workers; see docs/exact.md for what it costs.
     shards: into how many parts a step is cut; None chooses. Models with dropout or batch statistics compute each
         part by itself, so their result depends on it (and on nothing else).
-    microbatch_size: most samples in one forward; larger steps accumulate gradients.
+    microbatch_size: most samples in one forward; larger steps accumulate gradients. Fewer where memory is short.
+    memory: the most memory that this worker may use, as bytes or as "2GB"; None: what its machine or cgroup has.
+    device: where this worker computes: "cpu", "cuda", "cuda:1", or "auto" for its GPU where it has one. The model is
+        moved there; None leaves it where it is.
     max_norm: clip the gradient of the whole batch to this norm.
-    precision: "float32", or "bf16" for autocast.
+    precision: "float32", "bf16" for autocast, or "auto": bf16 on workers that are faster with it.
     compile: run the model through torch.compile.
     ema: decay of a moving average of the parameters, such as 0.999.
     loaders: processes that load data in each worker; None uses a thread, or one process where the data draws random
@@ -28,7 +35,8 @@ class Settings:
     checkpoint_every: steps between checkpoints; None saves at the end of `fit` only.
     keep: how many checkpoints to keep.
     balance: give faster workers more of each step.
-    threads: intra-op threads of each worker; None leaves them as they are, in exact mode one.
+    threads: intra-op threads of each worker, or "auto": its part of its machine's cores; None leaves them as they
+        are, in exact mode one.
     schedule: when the scheduler steps: after each "step" or each "epoch".
     unused: what to do about parameters that no sample of the first step reaches: "error", or "zero" for models with
         branches that are used now and then.
@@ -46,15 +54,17 @@ class Settings:
     exact: bool = False
     shards: int | None = None
     microbatch_size: int | None = None
+    memory: int | None = None
+    device: str | None = None
     max_norm: float | None = None
-    precision: Literal["float32", "bf16"] = "float32"
+    precision: Precision = "float32"
     compile: bool = False
     ema: float | None = None
     loaders: int | None = None
     checkpoint_every: int | None = None
     keep: int = 3
     balance: bool = True
-    threads: int | None = None
+    threads: int | Literal["auto"] | None = None
     schedule: Literal["step", "epoch"] = "step"
     unused: Literal["error", "zero"] = "error"
     not_finite: Literal["skip", "error"] = "skip"
@@ -92,14 +102,20 @@ def _one_of(name: str) -> Rule:
     return Rule(" or ".join(map(repr, allowed)), repr(allowed[-1]), lambda value: value in allowed)
 
 
+DEVICES = re.compile(r"auto|cpu|cuda(:\d+)?")
+
 _COUNT = Rule("a whole number of 1 or more", "8", lambda value: _is_whole(value) and value >= 1)
+_THREADS = Rule(f"{_COUNT.wanted}, or 'auto'", "8", lambda value: value == "auto" or _COUNT.fits(value))
 _SWITCH = Rule("True or False", "True", lambda value: isinstance(value, bool))
 
 RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(("batch_size", "shards", "microbatch_size", "checkpoint_every", "keep", "threads"), _COUNT),
+    **dict.fromkeys(("batch_size", "shards", "microbatch_size", "checkpoint_every", "keep"), _COUNT),
     **dict.fromkeys(("shuffle", "exact", "compile", "balance"), _SWITCH),
     **{name: _one_of(name) for name in ("precision", "schedule", "unused", "not_finite", "transport")},
     "seed": Rule("a whole number", "0", _is_whole),
+    "memory": Rule("a size", '"2GB"', _COUNT.fits),
+    "device": Rule("'cpu', 'cuda', 'cuda:1' or 'auto'", '"auto"', lambda value: bool(DEVICES.fullmatch(str(value)))),
+    "threads": _THREADS,
     "loaders": Rule("a whole number of 0 or more", "1", lambda value: _is_whole(value) and value >= 0),
     "max_norm": Rule("a number above 0", "1.0", lambda value: _is_number(value) and value > 0),
     "timeout_seconds": Rule("a number above 0", "300.0", lambda value: _is_number(value) and value > 0),
@@ -121,7 +137,6 @@ ELSEWHERE = {
     "steps": "say it to fit: `trainer.fit(steps=1000)`",
     "lr": "give it to the optimizer: `torch.optim.AdamW(model.parameters(), lr=1e-3)`",
     "num_workers": "start the script with `shoal run -n 2`; processes that load data are `loaders=2`",
-    "device": "move the model there before you make the optimizer: `model.to(device)`",
 }
 """What people look for here and find in another place."""
 
@@ -143,7 +158,19 @@ def make_settings(given: Mapping[str, Any], overrides: Mapping[str, str]) -> tup
     for name, text in own.items():
         settings = replace(settings, **{name: parse(name, text)})
         origins[name] = f"-o {name}={text}"
+    _check_exact(settings)
     return settings, origins
+
+
+def _check_exact(settings: Settings) -> None:
+    """What each machine would choose for itself is part of the result."""
+    found = [f'{name}="auto"' for name in ("precision", "threads") if getattr(settings, name) == "auto"]
+    if settings.exact and found:
+        raise UserError(
+            f"exact=True and {found[0]} exclude each other.",
+            why="machines that choose differently come to different results",
+            hint="say which it is to be, the same on all workers",
+        )
 
 
 def _is_ours(name: str) -> bool:
@@ -168,6 +195,10 @@ def _plain(name: str, value: Any) -> Any:
         return combine(value)
     if name == "sync" and isinstance(value, str):
         return parse_sync(value)
+    if name == "memory" and isinstance(value, str):
+        return parse(name, value)
+    if name == "device" and value is not None:
+        return str(value)
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
@@ -178,13 +209,17 @@ def parse(name: str, text: str) -> Any:
     hint = str(get_type_hints(Settings)[name])
     if text.lower() in ("none", "") and "None" in hint:
         return None
+    if text == "auto" and "'auto'" in hint:
+        return text
     try:
+        if name == "memory":
+            return parse_bytes(text)
         if "bool" in hint:
             return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
         if "float" in hint and "Literal" not in hint:
             return float(text)
         return int(text) if "int" in hint else text
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, UserError):
         raise _wrong(name, text, RULES[name]) from None
 
 

@@ -37,6 +37,7 @@ from shoal.train.errors import in_user_code
 from shoal.train.flat import shorten
 from shoal.train.lone import LoneRun
 from shoal.train.loss import Loss, as_sum, move
+from shoal.train.room import Limit, Room, first_piece, gauge_of
 from shoal.train.saving import SaveReport, say
 from shoal.train.settings import Settings, values_of
 from shoal.train.sync.across import Across
@@ -80,25 +81,6 @@ def open_run(
     recorder = Recorder(run_dir, facts.rank, facts.world_size, facts.control_fd, generation=facts.generation)
     opened.callback(recorder.close)
     return run_dir, recorder
-
-
-def set_threads(settings: Settings) -> None:
-    """In exact mode the number of threads is part of the result: kernels split their own sums by it."""
-    threads = settings.threads or (1 if settings.exact else None)
-    if threads is not None:
-        torch.set_num_threads(threads)
-
-
-def place_model(model: nn.Module, facts: WorkerFacts) -> torch.device:
-    """Where the model is. One that was put on a GPU without a number goes to this worker's own."""
-    device = next(model.parameters()).device
-    if device.type == "cuda" and facts.local_world_size > 1 and device.index != facts.local_rank:
-        raise UserError(
-            f"The model is on {device}, but this worker's GPU is cuda:{facts.local_rank}.",
-            why="all workers of this machine would share one GPU",
-            hint="use `model.to(f\"cuda:{os.environ['LOCAL_RANK']}\")` before you make the optimizer",
-        )
-    return device
 
 
 def start_from(model: nn.Module, init_from: str | None, strict: bool, recorder: Recorder) -> None:
@@ -163,17 +145,34 @@ def meet(facts: WorkerFacts, settings: Settings, trainer: int) -> Rendezvous:
 
 
 def probe_model(
-    model: nn.Module, loss: Loss, source: Source, settings: Settings, device: torch.device, rank: int
+    model: nn.Module,
+    loss: Loss,
+    source: Source,
+    settings: Settings,
+    device: torch.device,
+    rank: int,
+    limit: Limit | None = None,
 ) -> Traits:
-    """Run the loss once on the first samples: what the model does besides computing, and whether it works at all."""
-    batch = move(first_samples(source, -(-settings.batch_size // SHARDS_ALONE)), device)
+    """Run the loss once on the first samples: what the model does besides computing, and whether it works at all.
 
-    def forward() -> None:
-        what = "loss(model, batch), tried on the first samples"
-        with in_user_code(rank, 0, batch, what, loss), autocast(settings.precision, device):
-            as_sum(loss(model, batch), 1)
+    Where somebody has set a limit of memory, two samples first say how many may be tried.
+    """
+    count = -(-settings.batch_size // SHARDS_ALONE)
 
-    return probe(model, forward, settings.seed)
+    def attempt(count: int) -> Traits:
+        batch = move(first_samples(source, count), device)
+
+        def forward() -> None:
+            what = "loss(model, batch), tried on the first samples"
+            with in_user_code(rank, 0, batch, what, loss), autocast(settings.precision, device):
+                as_sum(loss(model, batch), 1)
+
+        return probe(model, forward, settings.seed, count, device)
+
+    if limit is not None and limit.is_set and count > 2:
+        saved_bytes = attempt(2).saved_bytes
+        count = max(2, first_piece(saved_bytes, gauge_of(device).used(), limit, count) or count)
+    return attempt(count)
 
 
 def first_samples(source: Source, count: int) -> Any:
@@ -300,7 +299,22 @@ def make_sync(
         raise UserError(f"sync={settings.sync} is not there yet.")
     if isinstance(group, ShmGroup) and is_elementwise(optimizer) and across is None:
         return SharedMemorySync(group, model, optimizer, **keywords)
-    return MessageSync(group, model, optimizer, across=across, **keywords)
+    is_mixed = find_mixed(group, next(model.parameters()).device, exact=settings.exact)
+    return MessageSync(group, model, optimizer, across=across, is_mixed=is_mixed, **keywords)
+
+
+def find_mixed(group: Group, device: torch.device, *, exact: bool) -> bool:
+    """Whether some of the group compute on a GPU and others do not. All members call it together."""
+    on_gpu = torch.tensor([device.type != "cpu"], dtype=torch.int32)
+    group.all_reduce(on_gpu).wait()
+    is_mixed = 0 < int(on_gpu) < group.size
+    if exact and is_mixed:
+        raise UserError(
+            "exact=True needs workers of one kind, and some compute on a GPU and others on a CPU.",
+            why="their kernels add in other orders, so results differ in the last bits",
+            hint='use device="cpu" on all workers, or leave exact=True out',
+        )
+    return is_mixed
 
 
 def share_rest(group: Group, model: nn.Module, source: int) -> None:
@@ -390,6 +404,21 @@ def record_settings(
     found = {"sync": sync, "is_random": traits.is_random, "changing_buffers": len(traits.changing)}
     values |= {name: {"value": value, "source": "found"} for name, value in found.items()}
     recorder.event("settings", None, **values)
+
+
+def record_worker(recorder: Recorder, step: int, settings: Settings, device: torch.device, room: Room) -> None:
+    """Write down what this worker has for itself, which may be other than what its neighbours have."""
+    limit = room.limit
+    recorder.event(
+        "worker_settings",
+        step,
+        device=str(device),
+        precision=settings.precision,
+        threads=torch.get_num_threads(),
+        memory_bytes=None if limit is None else limit.num_bytes,
+        memory_from=None if limit is None else limit.source,
+        piece=room.piece,
+    )
 
 
 def next_goal(

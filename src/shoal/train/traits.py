@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shoal.train.homes import watching_homes
 
@@ -15,28 +16,36 @@ class Traits:
 
     A model with neither gives the same gradient, up to rounding, however a batch is cut, so parts may be merged.
     `homes`: the modules that are being called whenever a parameter is used, by its name; see `watching_homes`.
+    `saved_bytes`: what a forward keeps for its backward, for each sample.
     """
 
     is_random: bool
     changing: tuple[str, ...]
     homes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    saved_bytes: float = 0.0
 
     @property
     def is_plain(self) -> bool:
         return not self.is_random and not self.changing
 
 
-def probe(model: nn.Module, forward: Callable[[], object], seed: int) -> Traits:
-    """Run one forward and see; the model's buffers and the random state are as before afterwards."""
+def probe(
+    model: nn.Module, forward: Callable[[], object], seed: int, num_samples: int, device: torch.device
+) -> Traits:
+    """Run one forward of so many samples and see; buffers and the random state are as before afterwards.
+
+    It is counted what its backward would need, and let go at once: the forward takes no more memory than without.
+    """
     buffers = dict(model.named_buffers())
     kept = {name: buffer.clone() for name, buffer in buffers.items()}
     versions = {name: buffer._version for name, buffer in buffers.items()}
-    with torch.random.fork_rng(devices=[]):
+    saved = _Saved([*model.parameters(), *buffers.values()])
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        before = torch.get_rng_state()
-        with torch.no_grad(), watching_homes(model) as homes:
+        before = read_randomness(device)
+        with torch.enable_grad(), saved.counting(), watching_homes(model) as homes:
             forward()
-        is_random = not torch.equal(before, torch.get_rng_state())
+        is_random = not torch.equal(before, read_randomness(device))
     # Batch statistics are written without counting a version, and a counter may happen to keep its value.
     changing = tuple(
         name
@@ -46,7 +55,41 @@ def probe(model: nn.Module, forward: Callable[[], object], seed: int) -> Traits:
     with torch.no_grad():
         for name in changing:
             buffers[name].copy_(kept[name])
-    return Traits(is_random=is_random, changing=changing, homes=homes)
+    return Traits(
+        is_random=is_random, changing=changing, homes=homes, saved_bytes=saved.num_bytes / max(1, num_samples)
+    )
+
+
+def read_randomness(device: torch.device) -> torch.Tensor:
+    """Where the random numbers of a forward are: those of main memory, and of the GPU it runs on."""
+    state = torch.get_rng_state()
+    return torch.cat([state, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else state
+
+
+class _Saved:
+    """Counts the memory that a forward keeps for its backward, besides tensors that are there anyway."""
+
+    def __init__(self, known: Sequence[torch.Tensor]) -> None:
+        # References that do not keep memory, but the place of what they refer to: no other gets the same number.
+        self._seen = {StorageWeakRef(tensor.untyped_storage()) for tensor in known if _has_storage(tensor)}
+        self.num_bytes = 0
+
+    def counting(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Inside, what a forward saves is counted and not kept; there can be no backward."""
+        return torch.autograd.graph.saved_tensors_hooks(self._count, lambda nothing: nothing)
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        if _has_storage(tensor):
+            storage = tensor.untyped_storage()
+            reference = StorageWeakRef(storage)
+            if reference not in self._seen:
+                self._seen.add(reference)
+                self.num_bytes += storage.nbytes()
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    """Sparse tensors, and some that wrap others, have none of their own."""
+    return tensor.layout == torch.strided and type(tensor) in (torch.Tensor, nn.Parameter)
 
 
 class ChangingBuffers:

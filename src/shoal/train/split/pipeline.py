@@ -24,6 +24,7 @@ from shoal.train.split.split import Forward, Work
 from shoal.train.split.stages import Root, Stage
 from shoal.train.split.standin import CallForm, Left, StandIn, wrong_calls
 from shoal.train.sync.sync import Row
+from shoal.train.traits import read_randomness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,12 +272,6 @@ def owned_buffers(model: nn.Module, changing: Sequence[torch.Tensor]) -> list[tu
         for name, buffer in module._buffers.items()
         if buffer is not None and id(buffer) in wanted
     ]
-
-
-def read_randomness(device: torch.device) -> torch.Tensor:
-    """Where the random numbers of a forward are."""
-    state = torch.get_rng_state()
-    return torch.cat([state, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else state
 
 
 def set_randomness(state: torch.Tensor, device: torch.device) -> None:

