@@ -34,7 +34,8 @@ def make_sharded(
 ) -> Sync:
     """The sync for a level of sharding. Raises UserError for what cannot be divided.
 
-    `homes` says where in the model each parameter is used; without it none can come and go with its block.
+    `homes` says where in the model each parameter is used; without it none can come and go with its block. What has
+    been divided stays so (`is_inherited`): its parts come later, from those who hold them.
 
     On one host `SharedMemorySync` is the answer for "optimizer": all workers see one set of parameters and optimizer
     state anyhow, and each updates its part of it.
@@ -54,17 +55,24 @@ def _make(
     homes: Mapping[str, Sequence[str]] | None,
     keywords: Mapping[str, Any],
 ) -> Sync:
-    if isinstance(group, ShmGroup) and across is None:
+    if isinstance(group, ShmGroup) and across is None and not keywords["is_inherited"]:
         if wanted.level == "optimizer":
-            return SharedMemorySync(group, model, optimizer, **keywords)
+            return SharedMemorySync(group, model, optimizer, **_without(keywords, "is_inherited"))
         _check_not_exact(wanted, keywords["exact"], "sync=shoal.sharded('optimizer')")
-        return HostShardedSync(group, model, optimizer, **_without(keywords, "exact"))
+        return HostShardedSync(group, model, optimizer, **_without(keywords, "exact", "is_inherited"))
     _check_not_exact(wanted, keywords["exact"], "sync=shoal.all_reduce()")
-    _check_fixed(wanted, keywords["is_elastic"])
     give_back_at_once()
     blocks = find_blocks(model, homes) if wanted.level == "parameters" and homes is not None else None
-    keywords = _without(keywords, "exact", "is_elastic")
-    return MessageShardedSync(group, model, optimizer, level=wanted.level, blocks=blocks, across=across, **keywords)
+    keywords = {**keywords, "source": None if keywords["is_inherited"] else keywords["source"]}
+    return MessageShardedSync(
+        group,
+        model,
+        optimizer,
+        level=wanted.level,
+        blocks=blocks,
+        across=across,
+        **_without(keywords, "exact", "is_inherited"),
+    )
 
 
 def _without(keywords: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -86,15 +94,6 @@ def check_sharded(wanted: Sharded, optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} cannot be sharded.",
             why=f"sync={wanted} cuts tensors anywhere, and this optimizer may look at whole ones",
             hint=f"use one of torch.optim's {fitting}; or sync=shoal.all_reduce()",
-        )
-
-
-def _check_fixed(wanted: Sharded, is_elastic: bool) -> None:
-    if is_elastic:
-        raise UserError(
-            f"sync={wanted} by messages needs a fixed number of workers.",
-            why="each holds a part of the state that nobody else has, and it would be lost with its worker",
-            hint="start with one number, such as `-n 4`, or use sync=shoal.all_reduce()",
         )
 
 
