@@ -179,3 +179,12 @@ def die_while_sharing(member: Member) -> None:
 
         meeting._swap = tell_and_die
     member.group.share(4096)
+
+
+def scatter(member: Member, times: int) -> float:
+    """Sums of which each rank gets its part; returns the last sum of this rank's."""
+    group = member.group
+    out, mine = torch.zeros(1000), torch.full((1000 * group.size,), float(member.rank + 1))
+    for _ in range(times):
+        group.reduce_scatter(out, mine).wait()
+    return float(out.sum())

@@ -11,7 +11,7 @@ import pytest
 
 from shoal.comm.rendezvous import open_store
 from shoal.spec.errors import MemberLost, UserError
-from shoal.testing.group_contract import reduce_forever
+from shoal.testing.group_contract import join_impatiently, reduce_forever
 from shoal.testing.ranks import Ranks, ranks_of
 
 
@@ -121,3 +121,15 @@ def test_a_death_while_memory_is_shared_is_a_loss() -> None:
         assert outcomes.pop(1) is None
         for error in outcomes:
             assert isinstance(error, MemberLost), error
+
+
+def test_waiting_for_a_part_of_a_sum_has_a_limit() -> None:
+    """Of a call that was made before, so that nobody is asked beforehand whether it makes the same."""
+    with ranks_of(2, "tcp") as ranks:
+        ranks.run(join_impatiently, generation=1)
+        assert ranks.run(comm_checks.scatter, times=2) == [3000.0, 3000.0]
+        ranks.kill(1, signal.SIGSTOP)
+        ranks.start(comm_checks.scatter, times=1)
+        (error,) = ranks.outcomes([0])
+        assert isinstance(error, MemberLost), error
+        assert error.ranks == (1,)

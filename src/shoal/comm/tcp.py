@@ -59,10 +59,20 @@ class TcpGroup:
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: Op = Op.SUM) -> Work:
         check_parts(tensor, out, self.size)
-        part, flat, options = flatten(out), flatten(tensor), dist.ReduceScatterOptions()
-        options.reduceOp = _OPS[op]
+        part, flat = flatten(out), flatten(tensor)
         call = Call("reduce_scatter", flat.numel(), flat.dtype, op)
+        if not flat.is_cuda:
+            return self._sum_and_take(call, part, flat)
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = _OPS[op]
         return self._start(call, flat, lambda backend: backend._reduce_scatter_base(part, flat, options))
+
+    def _sum_and_take(self, call: Call, part: torch.Tensor, flat: torch.Tensor) -> Work:
+        """What gloo makes of a reduce_scatter, too. But waiting for its own knows no limit, and so no loss."""
+        whole, options = flat.clone(), dist.AllreduceOptions()
+        options.reduceOp = _OPS[call.op]
+        work = self._start(call, whole, lambda backend: backend.allreduce([whole], options))
+        return PartWork(work, part, whole.view(self.size, -1)[self.rank])
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Work:
         check_parts(out, tensor, self.size)
@@ -143,6 +153,17 @@ class TcpWork:
             self._work.wait()  # it may have been done in the very moment in which our patience ended
         except RuntimeError as error:
             raise self._roll.roll_call(str(error)) from error
+
+
+class PartWork:
+    """A collective of which only a part is wanted."""
+
+    def __init__(self, work: Work, out: torch.Tensor, part: torch.Tensor) -> None:
+        self._work, self._out, self._part = work, out, part
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._out.copy_(self._part)
 
 
 class StreamWork:
