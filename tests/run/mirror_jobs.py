@@ -53,7 +53,7 @@ def neighbours(name: str) -> None:
 
 
 def joining(name: str) -> None:
-    """A newcomer dies while it takes its parts, and a member after the next one has come."""
+    """A newcomer dies while it takes its parts, and a member when the next one has taken them."""
     inherit = Shards.inherit
 
     def inherit_or_die(shards: Shards, *args: Any) -> None:
@@ -61,13 +61,14 @@ def joining(name: str) -> None:
             die()
         inherit(shards, *args)
         if WORKER == "0" and shards.num_parts == 3 and Path(RUN_DIR, "done-newcomer").exists() and is_first("member"):
+            time.sleep(0.5)  # now they wait for each other
             die()
 
     Shards.inherit = inherit_or_die  # type: ignore[method-assign]
     model = Counting(make_net())
     optimizer = torch.optim.SGD(model.groups(momentum=0.9), lr=0.01)
     with make_trainer(model, optimizer, data(), ema=0.9) as trainer:
-        trainer.fit(epochs=8)
+        trainer.fit(epochs=3)
         say(name, trainer)
 
 
