@@ -136,7 +136,7 @@ def _give_back() -> None:
 def find_limit(memory: int | None, device: torch.device, num_sharing: int) -> Limit | None:
     """What this worker may use, one of so many on its machine; None where nobody knows. `memory` is the setting."""
     if memory is not None:
-        return Limit(memory, f"memory={memory >> 20}MB")
+        return Limit(memory, f"memory={mib(memory, is_option=True)}")
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return Limit(free + int(torch.cuda.memory_reserved(device)), "machine")
