@@ -26,6 +26,7 @@ def syncs(draw):
     )
 
 
+@settings(deadline=None)
 @given(syncs(), st.integers(0, 10_000), st.lists(paces, max_size=6))
 def test_every_fragment_leaves_once_a_round_and_arrives_before_the_next_leaves(sync, step, story):
     now = first_round(sync, step)
