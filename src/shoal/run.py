@@ -19,6 +19,8 @@ from shoal.engine.story import as_error, tell_failures
 from shoal.observe.folder import RunFolder, claim, create, newest_step, read_facts
 from shoal.spec.errors import ShoalError, UserError
 from shoal.spec.job import Job
+from shoal.spec.strategy import parse_split, parse_sync
+from shoal.train.mesh import make_mesh
 from shoal.version import __version__
 from shoal.watch import Crew, Outcome, Watch, say
 
@@ -53,12 +55,22 @@ def run_job(job: Job, *, keep: Keep | None = None, out: TextIO | None = None, is
         job = _choose_workers(job)
     worker_bytes = PLAIN_WORKER_BYTES if entry[0] == "program" else TORCH_WORKER_BYTES
     check_memory(job.num_workers or 1, worker_bytes, job.options)
+    check_strategy(job)
     wants_spare(job.options)
     crew = Crew(job=job, python=find_python(job.python), entry_of=lambda rank: entry, stdin_fd=_stdin_fd())
     with StopSignals() as stops:
         outcome = _run(crew, keep or Keep(), stops, None if is_quiet else out or sys.stdout)
     _tell(outcome, is_quiet)
     return outcome
+
+
+def check_strategy(job: Job) -> None:
+    """Refuse, before anybody starts, options that name no strategy, or one that these workers cannot make."""
+    if "sync" in job.options:
+        parse_sync(job.options["sync"])
+    if "split" in job.options:
+        is_elastic = job.min_workers is not None
+        make_mesh(job.num_workers or 1, parse_split(job.options["split"]), is_elastic=is_elastic)
 
 
 def launch(

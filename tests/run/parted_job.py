@@ -1,4 +1,4 @@
-"""A job whose model is held in parts: options say how. `EXACT` makes its bits comparable, `WANTED` workers are waited for."""
+"""A job whose model is held in parts, as options say. `EXACT`: bits are comparable. `WANTED`: how many workers."""
 
 import json
 import os

@@ -128,7 +128,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "samples": lambda: make(split="pipeline:2,microbatches=17"),
     "shards": lambda: make(layers(nn.Dropout()), split="pipeline:2,microbatches=9"),
     "cuts": lambda: make(split=shoal.pipeline(2, cuts=("7",))),
-    "both": lambda: make(split="tensor:2+pipeline:1"),
     "unused": lambda: fit(Unused()),
     "nan": lambda: fit(data=spoiled(), not_finite="error"),
 }

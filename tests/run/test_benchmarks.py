@@ -24,6 +24,7 @@ def run_quickly(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         pytest.param("exact", "cost", marks=pytest.mark.slow),
         pytest.param("launch", "first step s", marks=pytest.mark.slow),
         ("pipeline", "ms a step"),
+        pytest.param("save_stall", "stall, ms", marks=pytest.mark.slow),
         ("task_map", "sleep s"),
         pytest.param("tensor", "ms a step", marks=pytest.mark.slow),
     ],

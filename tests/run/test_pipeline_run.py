@@ -43,7 +43,6 @@ SAID = {
     "samples": ("16 samples of each copy are too few for 17 micro-batches.", "use microbatches=16"),
     "shards": ("8 shards of each copy are too few for 9 micro-batches.", "use shards=9"),
     "cuts": ("There is no layer '7' to cut before.", "there are: 0, 1, 2, 3"),
-    "both": ("split=tensor:2+pipeline:1", "use one of"),
     "unused": ("2 parameter(s) got no gradient: spare.bias, spare.weight.", "unused='zero'"),
     "nan": ("The loss is nan for samples", "look at `dataset[17]`"),
 }

@@ -1,5 +1,6 @@
 """Whom a worker talks to in a World: everybody, the other copies, and the other parts of its own copy."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.comm.connect import connect_devices
@@ -12,15 +13,18 @@ from shoal.train.mesh import Seats
 class Groups:
     """`everyone` who trains; `copies`: those who hold the same part of the model; `parts`: those of the same copy.
 
-    Where every worker holds a whole model, `copies` are all and `parts` nobody.
+    Where every worker holds a whole model, `copies` are all and `parts` nobody. Parts are `stages`, or `slices` of
+    layers, or both: then `stages` are those with the same slice of each, and `slices` those of the same stage.
     """
 
     everyone: Group
     copies: Group
     parts: Group | None = None
+    stages: Group | None = None
+    slices: Group | None = None
 
     def close(self) -> None:
-        for group in (self.everyone, self.copies, self.parts):
+        for group in (self.everyone, self.copies, self.parts, self.stages, self.slices):
             if group is not None:
                 group.close()
 
@@ -30,23 +34,27 @@ def connect_seats(meeting: Rendezvous, seats: Seats, transport: str, device: str
 
     `device` is where our tensors are: "cpu" or "cuda".
     """
-    mesh, members = seats.mesh, seats.members
-    everyone = connect_devices(meeting.among("seats", members), transport, device)
-    if mesh.num_parts == 1:
-        return Groups(everyone=everyone, copies=everyone)
-    seat = members.index(meeting.rank)
-    part, copy = mesh.part_of(seat), mesh.copy_of(seat)
+    mesh, seat = seats.mesh, seats.members.index(meeting.rank)
+    made: list[Group] = []
+
+    def connect(name: str, ranks: Sequence[int]) -> Group:
+        among = meeting.among(name, [seats.members[rank] for rank in ranks])
+        made.append(connect_devices(among, transport, device))
+        return made[-1]
+
     try:
-        copies = connect_devices(_some(meeting, seats, f"part-{part}", mesh.with_part(part)), transport, device)
-        return Groups(
-            everyone=everyone,
-            copies=copies,
-            parts=connect_devices(_some(meeting, seats, f"copy-{copy}", mesh.with_copy(copy)), transport, device),
-        )
+        everyone = connect("seats", range(len(seats.members)))
+        if mesh.num_parts == 1:
+            return Groups(everyone=everyone, copies=everyone)
+        copies = connect(f"part-{mesh.part_of(seat)}", mesh.with_part(mesh.part_of(seat)))
+        parts = connect(f"copy-{mesh.copy_of(seat)}", mesh.with_copy(mesh.copy_of(seat)))
+        stages, slices = parts, parts
+        if 1 < mesh.num_slices < mesh.num_parts:
+            same_slice, same_stage = mesh.with_slice(seat), mesh.with_stage(seat)
+            stages = connect(f"slice-of-{same_slice[0]}", same_slice)
+            slices = connect(f"stage-of-{same_stage[0]}", same_stage)
+        return Groups(everyone=everyone, copies=copies, parts=parts, stages=stages, slices=slices)
     except BaseException:
-        everyone.close()
+        for group in made:
+            group.close()
         raise
-
-
-def _some(meeting: Rendezvous, seats: Seats, name: str, ranks: tuple[int, ...]) -> Rendezvous:
-    return meeting.among(name, [seats.members[rank] for rank in ranks])

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from shoal.comm.connect import connect
-from shoal.comm.group import Group
 from shoal.data.ledger import Place, StepPlan
 from shoal.data.loader import Loader, load_steps
 from shoal.data.readers import Loaded
@@ -32,6 +31,7 @@ from shoal.train.device import await_computed, equip
 from shoal.train.ending import Ending
 from shoal.train.errors import in_run, place_errors
 from shoal.train.faulty import read_faults
+from shoal.train.groups import Groups
 from shoal.train.link import find_link
 from shoal.train.lone import show_errors
 from shoal.train.loss import Loss
@@ -43,7 +43,7 @@ from shoal.train.saving import say
 from shoal.train.settings import make_settings
 from shoal.train.skips import MOST_IN_A_ROW, Skips
 from shoal.train.split.inner import InnerSteps
-from shoal.train.split.make import Material, make_split
+from shoal.train.split.make import Draft, Material, draft_split
 from shoal.train.split.microbatches import largest_piece
 from shoal.train.split.split import Split, Work
 from shoal.train.split.whole import Whole
@@ -142,12 +142,13 @@ class Trainer:
                 device=self.device,
                 reach=self._reach,
                 divide=self._divide,
-                meet=lambda parts: self._split.meet(parts),
+                meet=lambda groups: self._split.meet(groups),
                 buffers=self._buffers,
                 homes=traits.homes,
             )
             self._team = Team(facts, number, subject)
             opened.callback(self._team.leave)
+            self._cutting = self._draft()
             self._course = Course(
                 self._team,
                 subject,
@@ -362,22 +363,26 @@ class Trainer:
         with naming_samples(self.ledger, self._source, plan, assignment):
             return sync.finish()
 
-    def _divide(self, parts: Group, known: Mapping[str, Any] | None) -> Cut:
-        """Hold only our part of the model from here on. `known`: how the others' models were cut before."""
-        assert self.settings.split is not None
+    def _draft(self) -> Draft | None:
+        """Find out how the model can be cut, if it is to be: whoever joins later does not keep the others waiting."""
+        if self.settings.split is None or self._team.mesh.num_parts == 1:
+            return None
         material = Material(
             compute=self._compute,
             optimizer=self.optimizer,
-            group=self._team.group if known is None else parts,
-            parts=parts,
             first=setup.first_samples(self._source, max(2, self._largest_piece() or self.settings.batch_size)),
             few=setup.first_samples(self._source, min(self.settings.microbatch_size or 2, 2)),
             recorder=self._recorder,
             rank=lambda: self.rank,
             reach=self._reach,
         )
-        split, cut = make_split(self.settings.split, material, known)
-        self._split = self._inner(split)
+        return draft_split(self.settings.split, material)
+
+    def _divide(self, groups: Groups, known: Mapping[str, Any] | None) -> Cut:
+        """Hold only our part of the model from here on. `known`: how the others' models were cut before."""
+        assert self._cutting is not None
+        split, cut = self._cutting.divide(groups, known)
+        self._split, self._cutting = self._inner(split), None
         return cut
 
     def _inner(self, split: Split) -> Split:

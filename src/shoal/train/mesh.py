@@ -1,7 +1,7 @@
 """Where in a run each worker stands: which copy of the model it belongs to, and which part of it it holds."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.spec.errors import UserError
 from shoal.spec.strategy import Split
@@ -9,10 +9,14 @@ from shoal.spec.strategy import Split
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """`num_copies` x `num_parts` workers. Parts of one copy are neighbours: they have more to say to each other."""
+    """`num_copies` x `num_parts` workers. Parts of one copy are neighbours: they have more to say to each other.
+
+    Where a model is cut into stages and each of these into slices, slices of one stage are neighbours among parts.
+    """
 
     num_copies: int
     num_parts: int
+    num_slices: int = 1
 
     def copy_of(self, rank: int) -> int:
         return rank // self.num_parts
@@ -31,6 +35,16 @@ class Mesh:
         """The ranks that hold one copy together."""
         return tuple(self.rank(copy, part) for part in range(self.num_parts))
 
+    def with_stage(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the slices of one stage together, this one among them."""
+        first = rank - rank % self.num_slices
+        return tuple(range(first, first + self.num_slices))
+
+    def with_slice(self, rank: int) -> tuple[int, ...]:
+        """The ranks of one copy that hold the same slice of its stages, this one among them."""
+        first = rank - self.part_of(rank) + rank % self.num_slices
+        return tuple(range(first, first + self.num_parts, self.num_slices))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seats:
@@ -45,13 +59,15 @@ class Seats:
     lost: tuple[int, ...]
 
 
-def find_seats(workers: Sequence[int], holders: Sequence[int], num_parts: int) -> Seats:
+def find_seats(workers: Sequence[int], holders: Sequence[int], mesh: Mesh) -> Seats:
     """Seats for the members of a World. `workers` are their numbers, `holders` the positions of those with a state.
 
+    `mesh` says how copies are divided, and not how many there are.
     Worker w holds part w % num_parts for as long as it lives, and so does its replacement: a part never has to change
     its worker. There are as many copies as there are workers for every part. Holders come first, so the first copy
     has the state of all parts, or of none.
     """
+    num_parts = mesh.num_parts
     columns = [
         sorted(
             (position for position, worker in enumerate(workers) if worker % num_parts == part),
@@ -62,7 +78,7 @@ def find_seats(workers: Sequence[int], holders: Sequence[int], num_parts: int) -
     num_copies = min(map(len, columns))
     held = {workers[position] % num_parts for position in holders}
     return Seats(
-        mesh=Mesh(num_copies=num_copies, num_parts=num_parts),
+        mesh=replace(mesh, num_copies=num_copies),
         members=tuple(column[copy] for copy in range(num_copies) for column in columns),
         lost=tuple(part for part in range(num_parts) if part not in held) if held else (),
     )
@@ -83,4 +99,5 @@ def make_mesh(num_workers: int, split: Split | None, *, is_elastic: bool = False
             why=f"split={split} divides one copy of the model among {num_parts} workers",
             hint=f"start with {fitting}, or use another split",
         )
-    return Mesh(num_copies=num_copies, num_parts=num_parts)
+    num_slices = split.tensor.size if split is not None and split.tensor is not None else 1
+    return Mesh(num_copies=num_copies, num_parts=num_parts, num_slices=num_slices)

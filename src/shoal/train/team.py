@@ -53,8 +53,8 @@ class Subject:
     num_shards: int
     device: torch.device
     reach: Callable[[str], None]
-    divide: Callable[[Group, Mapping[str, Any] | None], Cut]
-    meet: Callable[[Group], None]
+    divide: Callable[[Groups, Mapping[str, Any] | None], Cut]
+    meet: Callable[[Groups], None]
     buffers: ChangingBuffers
     homes: Mapping[str, Sequence[str]]
 
@@ -180,17 +180,17 @@ class Team:
 
     def meet(self) -> None:
         """Meet all workers of a run of fixed size."""
-        seats = find_seats(range(self.size), (), self.mesh.num_parts)
+        seats = find_seats(range(self.size), (), self.mesh)
         meeting = setup.meet(self._facts, self._subject.settings, self._number)
         self._groups = connect_seats(meeting, seats, self._subject.settings.transport, self._subject.device.type)
 
     def divide(self) -> None:
         """Let this worker hold only its part of the model: of the lead's, so that the parts fit together."""
-        if self.parts is not None:
+        if self._groups is not None and self._groups.parts is not None:
             model = self._subject.model
             share_tensors(self.group, {name: value.detach() for name, value in named_tensors(model)}, 0)
             self._is_touched = True
-            self.cut = self._subject.divide(self.parts, None)
+            self.cut = self._subject.divide(self._groups, None)
 
     def agree(self) -> None:
         """Make the sync: all workers have the first copy's parameters from here on."""
@@ -274,7 +274,7 @@ class Team:
             meeting = self._meeting(world)
             acts = meeting.gather("holds", str(self.num_acts) if self.has_state else "")
             holders = [rank for rank, number in enumerate(acts) if number]
-            seats = find_seats([member.worker for member in world.members], holders, self.mesh.num_parts)
+            seats = find_seats([member.worker for member in world.members], holders, self.mesh)
             self._check_can_go_on(world, seats, holders)
             self.least_acts = min((int(number) for number in acts if number), default=0)
             outcome = self._settle(meeting, world, holders)
@@ -399,7 +399,7 @@ class Team:
         more["keys"] = self._keys(will)
         facts = share_facts(copies, progress.tell() | more if copies.rank == 0 else None, 0)
         shapes = facts.pop("shapes")
-        self._join_parts(groups.parts, facts["cut"])
+        self._join_parts(groups, facts["cut"])
         progress.is_averaged = bool(facts["is_averaged"])
         if self.sync is None:
             self.num_acts = facts["acts"]
@@ -475,15 +475,15 @@ class Team:
         if will.is_whole:
             heir.assemble()
 
-    def _join_parts(self, parts: Group | None, known: Mapping[str, Any] | None) -> None:
+    def _join_parts(self, groups: Groups, known: Mapping[str, Any] | None) -> None:
         """Hold a part of a copy together with these; a newcomer has the whole model until then."""
-        if parts is None:
+        if groups.parts is None:
             return
         if self.cut is None:
             self._is_touched = True
-            self.cut = self._subject.divide(parts, known)
+            self.cut = self._subject.divide(groups, known)
         else:
-            self._subject.meet(parts)
+            self._subject.meet(groups)
 
     def leave(self) -> None:
         """Give the parameters memory of their own, and go."""

@@ -5,8 +5,8 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from shoal.comm.group import Group
 from shoal.data.ledger import StepPlan
+from shoal.train.groups import Groups
 from shoal.train.split.split import Forward, Split, Work
 from shoal.train.sync.local import LocalSync
 from shoal.train.sync.table import NotFinite
@@ -44,8 +44,8 @@ class InnerSteps:
     def use(self, function: Forward, batch: Any) -> Any:
         return self._split.use(function, batch)
 
-    def meet(self, parts: Group) -> None:
-        self._split.meet(parts)
+    def meet(self, groups: Groups) -> None:
+        self._split.meet(groups)
 
 
 def inner_batches(work: Work) -> list[Work]:

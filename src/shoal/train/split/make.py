@@ -2,33 +2,29 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from shoal.comm.group import Group
 from shoal.observe.recorder import Recorder
-from shoal.spec.errors import UserError
 from shoal.spec.strategy import Split as Wanted
 from shoal.train.compute import Compute
 from shoal.train.cut import Cut
-from shoal.train.split.pipeline_make import make_pipeline
+from shoal.train.groups import Groups
+from shoal.train.split.both import BothDraft
+from shoal.train.split.pipeline_make import PipelineDraft
 from shoal.train.split.split import Split
-from shoal.train.split.tensor import cut_for_run
+from shoal.train.split.tensor import TensorDraft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Material:
     """What a model is cut with. `first` are the first samples: what cutting by measured time needs; `few` are
     some of them.
-
-    `group` are all workers, `parts` those of one copy.
     """
 
     compute: Compute
     optimizer: torch.optim.Optimizer
-    group: Group
-    parts: Group
     first: Any
     few: Any
     recorder: Recorder
@@ -36,18 +32,25 @@ class Material:
     reach: Callable[[str], None]
 
 
-def make_split(wanted: Wanted, material: Material, known: Mapping[str, Any] | None = None) -> tuple[Split, Cut]:
-    """Let the model hold only the part of it that is ours; returns what computes with it, and who holds what.
+class Draft(Protocol):
+    """How a model can be cut. To find that out takes a while, but nobody else: a newcomer does it before it joins."""
 
-    All workers call it together, except where others were cut before: `known` is the `facts` of their cut.
-    """
-    if wanted.pipeline is not None and wanted.tensor is not None:
-        raise UserError(
-            f"split={wanted} is one cut too many.",
-            why="a stage of a pipeline cannot be cut into parts of its layers yet",
-            hint="use one of shoal.pipeline(...) and shoal.tensor(...)",
-        )
-    if wanted.pipeline is not None:
-        return make_pipeline(wanted.pipeline, material, known)
-    assert wanted.tensor is not None
-    return cut_for_run(wanted.tensor, material, known)
+    def divide(self, groups: Groups, known: Mapping[str, Any] | None) -> tuple[Split, Cut]:
+        """Let the model hold only the part of it that is ours; returns what computes with it, and who holds what.
+
+        Everyone calls it together, except where others were cut before: `known` is the `facts` of their cut, and
+        nothing is said to anybody.
+        """
+        ...
+
+
+def draft_split(wanted: Wanted, material: Material) -> Draft:
+    """Find out how the model can be cut. Raises UserError where it cannot."""
+    tensor, pipeline = wanted.tensor, wanted.pipeline
+    stages = PipelineDraft(pipeline, material) if pipeline is not None and pipeline.size > 1 else None
+    slices = TensorDraft(tensor, material) if tensor is not None and tensor.size > 1 else None
+    if stages is not None and slices is not None:
+        return BothDraft(stages, slices)
+    made = stages or slices
+    assert made is not None, "one worker holds a copy: it is not cut"
+    return made

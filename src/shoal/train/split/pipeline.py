@@ -17,6 +17,7 @@ from shoal.comm.group import Group
 from shoal.spec.strategy import Order
 from shoal.train.compute import Compute, autocast, uncompiled
 from shoal.train.errors import in_user_code
+from shoal.train.groups import Groups
 from shoal.train.loss import move
 from shoal.train.split.boundary import Arrival, Mail, rebuild_values, signature, tensors_in
 from shoal.train.split.schedule import Message, Op, list_messages, plan_order
@@ -76,14 +77,18 @@ class Pipelined:
         self._compute, self._line, self._rank, self._reach = compute, line, rank, reach
         self._model = uncompiled(compute.model)
         self._rows: dict[int, Row] = {}
-        self.meet(line.parts)
+        self._begin()
         self._data: Sequence[Any] = ()
         self._signatures: list[Any] = []
         self._buffers = owned_buffers(self._model, compute.buffers.tensors)
 
-    def meet(self, parts: Group) -> None:
-        self._line = replace(self._line, parts=parts)
-        self._mail = Mail(parts, self._compute.device)
+    def meet(self, groups: Groups) -> None:
+        assert groups.stages is not None
+        self._line = replace(self._line, parts=groups.stages)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._mail = Mail(self._line.parts, self._compute.device)
         self._flights: dict[tuple[int, int], Flight] = {}
 
     # Training.

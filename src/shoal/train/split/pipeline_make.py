@@ -1,6 +1,6 @@
 """From a whole model to stages: how it is called, where it is cut, and what of it this worker keeps."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
@@ -15,7 +15,8 @@ from shoal.train.compute import Compute, autocast, uncompiled
 from shoal.train.cut import Cut, Held
 from shoal.train.errors import in_user_code
 from shoal.train.evaluation import evaluating
-from shoal.train.flat import named_tensors
+from shoal.train.flat import named_tensors, shorten
+from shoal.train.groups import Groups
 from shoal.train.handover import share_facts
 from shoal.train.loss import move
 from shoal.train.saving import say
@@ -24,46 +25,93 @@ from shoal.train.split.cutting import Places, find_places, given_places
 from shoal.train.split.pipeline import Chunk, Line, Pipelined
 from shoal.train.split.programs import write_down
 from shoal.train.split.schedule import CHUNKS, ideal_bubble
-from shoal.train.split.stages import Program
+from shoal.train.split.stages import Program, Stage
 from shoal.train.split.standin import CallForm, StandIn
 
 if TYPE_CHECKING:
     from shoal.train.split.make import Material
 
+Given = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+
 STATE_BYTES = 4
 """Of a parameter, its gradient and the two moments of Adam, in parameters: what a stage needs at least."""
 
 
-def make_pipeline(wanted: Pipeline, material: "Material", known: Mapping[str, Any] | None) -> tuple[Pipelined, Cut]:
-    """Cut the model into stages, the same ones everywhere, and keep only ours. `known`: where others cut theirs."""
-    compute, parts = material.compute, material.parts
-    cuts = wanted.cuts if known is None else tuple(known["cuts"])
-    model = uncompiled(compute.model)
-    check_settings(wanted, compute, model)
-    num_chunks = CHUNKS[wanted.schedule] * parts.size
-    batch = move(material.first, compute.device)
-    with untouched(model), autocast(compute.settings.precision, compute.device):
-        args, kwargs = capture_call(compute, model, batch, material.rank())
-        programs = write_programs(model, args, kwargs, num_chunks, cuts or ())
-        places = find_places(programs[0], model, compute.buffers.tensors)
-        form = CallForm(args, kwargs)
-        if cuts is not None:
-            bounds = given_places(places, cuts, num_chunks, len(programs[0].nodes))
-            report: dict[str, Any] = {}
+class PipelineDraft:
+    """A forward that was written down, and where it can be cut into stages."""
+
+    def __init__(self, wanted: Pipeline, material: "Material") -> None:
+        compute = material.compute
+        self._wanted, self._material = wanted, material
+        self._model = model = uncompiled(compute.model)
+        self._num_chunks = CHUNKS[wanted.schedule] * wanted.size
+        check_settings(wanted, compute, model)
+        batch = move(material.first, compute.device)
+        with untouched(model), autocast(compute.settings.precision, compute.device):
+            args, kwargs = capture_call(compute, model, batch, material.rank())
+            self._programs = write_programs(model, args, kwargs, self._num_chunks, wanted.cuts or ())
+        self._places = find_places(self._programs[0], model, compute.buffers.tensors)
+        self._form = CallForm(args, kwargs)
+        self._inputs = self._form.tensors(args, kwargs)
+        if wanted.cuts is not None:
+            self._bounds_at(wanted.cuts)
         else:
-            places.check_enough(num_chunks)
-            bounds, report = agree_on_bounds(
-                programs[0], places, form.tensors(args, kwargs), num_chunks, compute, material.group
+            self._places.check_enough(self._num_chunks)
+
+    def _bounds_at(self, cuts: Sequence[str]) -> list[int]:
+        return given_places(self._places, cuts, self._num_chunks, len(self._programs[0].nodes))
+
+    def divide(self, groups: Groups, known: Mapping[str, Any] | None) -> tuple[Pipelined, Cut]:
+        """Cut the model into stages, the same ones everywhere, and keep only ours."""
+        assert groups.stages is not None
+        return self.keep(groups.stages, self.agree(groups.everyone, known))
+
+    def agree(self, group: Group, known: Mapping[str, Any] | None) -> list[int]:
+        """Where stages begin and end, the same for all; and tell it."""
+        compute, wanted = self._material.compute, self._wanted
+        if known is not None:
+            return self._bounds_at(known["cuts"])
+        bounds = self._bounds_at(wanted.cuts) if wanted.cuts is not None else []
+        report: dict[str, Any] = {}
+        if not bounds:
+            with untouched(self._model), autocast(compute.settings.precision, compute.device):
+                bounds, report = agree_on_bounds(
+                    self._programs[0], self._places, self._inputs, self._num_chunks, compute, group
+                )
+        self._inputs = []
+        tell(wanted, self._material, self._names(bounds), self._num_chunks, report)
+        return bounds
+
+    def _names(self, bounds: Sequence[int]) -> list[str]:
+        return [self._places.name_at(at) for at in bounds[1:-1]]
+
+    def keep(self, stages: Group, bounds: Sequence[int], given: Given = tuple) -> tuple[Pipelined, Cut]:
+        """Keep the parameters of our stage only. `given` is done to all that a stage hands on."""
+        compute, programs, model = self._material.compute, self._programs, self._model
+        names = self._names(bounds)
+        chunks = make_chunks(programs, bounds, names, stages, given)
+        owners = owners_of(programs[0], bounds, stages.size, [*model.parameters(), *compute.buffers.tensors])
+        check_alike(programs, names, owners, stages.size)
+        cut = keep_ours(model, owners, stages, names)
+        line = Line(
+            parts=stages,
+            schedule=self._wanted.schedule,
+            chunks=chunks,
+            num_chunks=self._num_chunks,
+            form=self._form,
+        )
+        return Pipelined(compute, line, self._material.rank, self._material.reach), cut
+
+    def check_calls(self, layers: Iterable[str]) -> None:
+        """Layers that are cut must be called as such: not read by code that knows only their parameters."""
+        direct = {name.rpartition(".")[0] for program in self._programs for name in program.direct()}
+        odd = [name for name in layers if any(f"{owner}.".startswith(f"{name}.") for owner in direct)]
+        if odd:
+            raise UserError(
+                f"{shorten(odd)} cannot be cut within a stage.",
+                why="the forward reads parameters of it directly, or cannot be followed in layers",
+                hint="call the layer itself; or use one of shoal.pipeline(...) and shoal.tensor(...)",
             )
-    names = [places.name_at(at) for at in bounds[1:-1]]
-    chunks = make_chunks(programs, bounds, names, parts)
-    owners = owners_of(programs[0], bounds, parts.size, [*model.parameters(), *compute.buffers.tensors])
-    check_alike(programs, names, owners, parts.size)
-    cut = keep_ours(model, owners, parts, names)
-    line = Line(parts=parts, schedule=wanted.schedule, chunks=chunks, num_chunks=num_chunks, form=form)
-    if known is None:
-        tell(wanted, material, names, num_chunks, report)
-    return Pipelined(compute, line, material.rank, material.reach), cut
 
 
 def check_settings(wanted: Pipeline, compute: Compute, model: nn.Module) -> None:
@@ -160,15 +208,19 @@ def agree_on_bounds(
 
 
 def make_chunks(
-    programs: tuple[Program, Program], bounds: Sequence[int], names: Sequence[str], parts: Group
+    programs: tuple[Program, Program], bounds: Sequence[int], names: Sequence[str], parts: Group, given: Given
 ) -> dict[int, Chunk]:
+    def stage(program: Program, start: int, stop: int) -> Stage:
+        made = program.extract(start, stop)
+        return lambda *values: given(made(*values))
+
     train, evaluate = programs
     other = evaluate_bounds(evaluate, names)
     return {
         index: Chunk(
             index=index,
-            train=train.extract(bounds[index], bounds[index + 1]),
-            evaluate=evaluate.extract(other[index], other[index + 1]),
+            train=stage(train, bounds[index], bounds[index + 1]),
+            evaluate=stage(evaluate, other[index], other[index + 1]),
             train_root=train.root,
             evaluate_root=evaluate.root,
         )

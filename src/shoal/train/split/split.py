@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from shoal.comm.group import Group
 from shoal.data.ledger import StepPlan
+from shoal.train.groups import Groups
 from shoal.train.sync.sync import Standing, Sync
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -42,6 +42,6 @@ class Split(Protocol):
         """`function(model, batch)` without gradients, with the same result on every part."""
         ...
 
-    def meet(self, parts: Group) -> None:
+    def meet(self, groups: Groups) -> None:
         """The parts of this copy are held by these from here on. What was under way with others is forgotten."""
         ...

@@ -54,6 +54,10 @@ class Program:
             return _tensors_in(self._model, str(node.target))
         return []
 
+    def direct(self) -> list[str]:
+        """The names of the parameters and buffers that are read by no layer's call."""
+        return [name for node in self.nodes if node.op == "get_attr" for name in self.uses(node)]
+
     def spans(self) -> dict[int, tuple[str, int, int]]:
         """Of every parameter and buffer, by identity: its name, and the first and last call that reads it."""
         named: dict[str, torch.Tensor] = dict(self._model.named_parameters(remove_duplicate=False))

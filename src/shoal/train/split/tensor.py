@@ -17,6 +17,7 @@ from shoal.train.chunked import is_elementwise
 from shoal.train.compute import Compute, uncompiled
 from shoal.train.cut import Cut, Held, Slice
 from shoal.train.flat import shorten
+from shoal.train.groups import Groups
 from shoal.train.saving import say
 from shoal.train.split.split import Forward, Work
 from shoal.train.split.tensor_check import Comparison
@@ -40,53 +41,39 @@ class CutLayers:
         self._whole.run(work)
 
     def use(self, function: Forward, batch: Any) -> Any:
-        return _gathered(self._whole.use(function, batch))
+        return gathered(self._whole.use(function, batch))
 
-    def meet(self, parts: Group) -> None:
-        self._parts.meet(parts)
+    def meet(self, groups: Groups) -> None:
+        assert groups.slices is not None
+        self._parts.meet(groups.slices)
 
 
-def cut_layers(model: nn.Module, wanted: Tensor, parts: Parts, trial: Trial) -> tuple[Cut, Plan]:
-    """Let `model` hold slices: ours of those that `parts` hold together. Returns who holds what, and how it was cut.
+def find_plan(model: nn.Module, wanted: Tensor, trial: Trial) -> Plan:
+    """How each layer is cut. `trial` runs the loss, which needs the model, some times."""
+    with trial.undisturbed():
+        return Planner(model, wanted.size, wanted.plan, trial.forward).find()
 
-    `trial` runs the loss, which needs the model; all parts must have the same model and samples. It is run some times
-    before and once after: a model that then computes something else is refused.
+
+def cut_layers(model: nn.Module, plan: Plan, parts: Parts, trial: Trial) -> Cut:
+    """Let `model` hold slices: ours of those that `parts` hold together. Returns who holds what.
+
+    All parts must have the same model and samples: `trial` is run before and after, and a model that then computes
+    something else is refused.
     """
-    plan = _find_plan(model, wanted, parts, trial)
     check_agreement(parts.group, {"the plan of split=tensor": plan})
     comparison = Comparison(trial)
-    cut = _install(model, plan, parts)
+    cut = cut_alone(model, plan, parts)
     comparison.check(cut, parts.part)
-    return cut, plan
+    return cut
 
 
-def cut_alike(model: nn.Module, wanted: Tensor, parts: Parts, trial: Trial, known: Mapping[str, Any]) -> Cut:
-    """`cut_layers` where the other parts have been cut already, and this way: nothing is said to them."""
-    plan = _find_plan(model, wanted, parts, trial)
-    if _written(plan) != known["plan"]:
-        raise UserError(
-            "This worker would cut the model in another way than the others did.",
-            why="its model, its first samples or its version of shoal are not theirs",
-            hint="let every worker make the same model, with the same versions of everything",
-        )
-    return _install(model, plan, parts)
-
-
-def _find_plan(model: nn.Module, wanted: Tensor, parts: Parts, trial: Trial) -> Plan:
-    with trial.undisturbed():
-        return Planner(model, parts.num_parts, wanted.plan, trial.forward).find()
-
-
-def _install(model: nn.Module, plan: Plan, parts: Parts) -> Cut:
+def cut_alone(model: nn.Module, plan: Plan, parts: Parts) -> Cut:
+    """`cut_layers` where that was tried before, by others."""
     cut = _slice(model, plan, parts)
     for name, layer in plan.items():
         install(model.get_submodule(name), layer, parts)
     _leave_fast_paths(model)
     return cut
-
-
-def _written(plan: Plan) -> dict[str, str]:
-    return {name: str(layer) for name, layer in plan.items()}
 
 
 def _slice(model: nn.Module, plan: Plan, parts: Parts) -> Cut:
@@ -127,43 +114,68 @@ def _nothing(module: nn.Module, args: Any) -> None:
     return None
 
 
-def _gathered(value: Any) -> Any:
+def gathered(value: Any) -> Any:
     """Outputs as everybody knows them."""
     if isinstance(value, Portion):
         return value.region.gather(value, Stuck("it is the model's output"))
     if isinstance(value, Mapping):
-        return {key: _gathered(each) for key, each in value.items()}
+        return {key: gathered(each) for key, each in value.items()}
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(_gathered(each) for each in value)
+        return type(value)(gathered(each) for each in value)
     return value
 
 
 # A run's own.
 
 
-def cut_for_run(wanted: Tensor, material: "Material", known: Mapping[str, Any] | None) -> tuple[CutLayers, Cut]:
-    """Cut the model of a run, and tell how. Raises UserError where it cannot be cut, or not with these settings.
+class TensorDraft:
+    """A plan for the layers of a run's model."""
 
-    `known`: how the others' models were cut, where they were before.
-    """
-    compute, recorder = material.compute, material.recorder
-    model = uncompiled(compute.model)
-    parts, trial = Parts(material.parts), Trial(compute, material.few)
-    split = CutLayers(Whole(compute, material.rank, material.reach), parts)
-    if known is not None:
-        cut = cut_alike(model, wanted, parts, trial, known)
+    def __init__(self, wanted: Tensor, material: "Material") -> None:
+        self._material, self._model, self._size = material, uncompiled(material.compute.model), wanted.size
+        _check_settings(material.compute, material.optimizer)
+        self._trial = Trial(material.compute, material.few)
+        self._plan = find_plan(self._model, wanted, self._trial)
+
+    @property
+    def layers(self) -> list[str]:
+        return list(self._plan)
+
+    def divide(self, groups: Groups, known: Mapping[str, Any] | None) -> tuple[CutLayers, Cut]:
+        """Cut the model, and tell how. Raises UserError where it is not the same afterwards."""
+        assert groups.slices is not None
+        model, material = self._model, self._material
+        region, before = Parts(groups.slices), _num_bytes(model)
+        split = CutLayers(Whole(material.compute, material.rank, material.reach), region)
+        if known is not None:
+            _check_same_plan(_written(self._plan), known["plan"])
+            cut = cut_alone(model, self._plan, region)
+        else:
+            _check_same_kernels(groups.slices)
+            cut = cut_layers(model, self._plan, region, self._trial)
+            self._tell(before)
         _give_back()
         return split, cut
-    _check_settings(compute, material.optimizer)
-    _check_same_kernels(parts.group)
-    before = _num_bytes(model)
-    cut, plan = cut_layers(model, wanted, parts, trial)
-    _give_back()
-    facts = {"layers": _written(plan), "bytes_whole": before, "bytes_held": _num_bytes(model)}
-    if recorder.rank == 0:
-        recorder.event("tensor_plan", None, **facts)
-    say(_summary(parts.num_parts, facts), recorder.rank)
-    return split, cut
+
+    def _tell(self, before: int) -> None:
+        facts = {"layers": _written(self._plan), "bytes_whole": before, "bytes_held": _num_bytes(self._model)}
+        recorder = self._material.recorder
+        if recorder.rank == 0:
+            recorder.event("tensor_plan", None, **facts)
+        say(_summary(self._size, facts), recorder.rank)
+
+
+def _written(plan: Plan) -> dict[str, str]:
+    return {name: str(layer) for name, layer in plan.items()}
+
+
+def _check_same_plan(mine: Mapping[str, str], known: Mapping[str, str]) -> None:
+    if mine != known:
+        raise UserError(
+            "This worker would cut the model in another way than the others did.",
+            why="its model, its first samples or its version of shoal are not theirs",
+            hint="let every worker make the same model, with the same versions of everything",
+        )
 
 
 def _check_settings(compute: Compute, optimizer: torch.optim.Optimizer) -> None:

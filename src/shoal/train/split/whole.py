@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from shoal.comm.group import Group
 from shoal.train.compute import Compute, uncompiled
 from shoal.train.errors import in_user_code
+from shoal.train.groups import Groups
 from shoal.train.split.split import Forward, Work
 from shoal.train.sync.sync import Row
 
@@ -40,5 +40,5 @@ class Whole:
     def use(self, function: Forward, batch: Any) -> Any:
         return function(uncompiled(self._compute.model), batch)
 
-    def meet(self, parts: Group) -> None:
+    def meet(self, groups: Groups) -> None:
         """Nobody else holds any of it."""
