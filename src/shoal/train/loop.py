@@ -315,11 +315,11 @@ class Trainer:
                 outcome = self._team.reform(self._course)
                 if self.rank == 0:
                     self._recorder.event("step_settled", batch.plan.step, is_completed=outcome is not None)
-                if outcome is None and self.place.step > batch.plan.step:  # our own part of it was done
-                    assert isinstance(self._team.sync, LocalSync)
-                    return self._team.sync.loss
-                if outcome is None and self._course.feed is not None:  # it never happened: again, with other shards
-                    batch = self._batch(next(self._course.feed))
+                if outcome is None:  # it never happened: again, with other shards
+                    following = self._after_loss(batch)
+                    if following is None:
+                        return self._team.sync.loss if isinstance(self._team.sync, LocalSync) else math.nan
+                    batch = following
         if isinstance(outcome, NotFinite):
             return self._skip(batch.plan, outcome)
         self._record(batch, outcome, started, self._course.compute_seconds)
@@ -329,6 +329,17 @@ class Trainer:
         elif outcome.totals.wish == STOP:  # all else that the workers said to each other was about another World
             self._end()
         return outcome.totals.loss
+
+    def _after_loss(self, batch: Batch) -> Batch | None:
+        """What to do instead of a batch that was interrupted; None where it was done without us, and nothing follows.
+
+        Whoever stood aside goes on where the others are. Copies that train by themselves have done their own part.
+        """
+        is_behind = self.place.step > batch.plan.step
+        if self._course.feed is None or (is_behind and self._is_local):
+            return None if is_behind else batch
+        loaded = next(self._course.feed, None)
+        return None if loaded is None else self._batch(loaded)
 
     def _attempt(self, batch: Batch) -> Outcome:
         """Forward and backward of this worker's part, then sum and update with everybody."""
