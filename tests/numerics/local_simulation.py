@@ -151,8 +151,10 @@ class Simulation:
         at, (ways, mean) = self.spans[fragment], self.mean(fragment)
         taken = mean
         if self.sync.outer == "nesterov":
-            self.momentum[at] = self.sync.momentum * self.momentum[at] + mean
-            taken = self.sync.lr * (mean + self.sync.momentum * self.momentum[at])
+            age = step / self.sync.every
+            momentum = min(self.sync.momentum, age / (age + 10))
+            self.momentum[at] = momentum * self.momentum[at] + mean
+            taken = self.sync.lr * (mean + momentum * self.momentum[at])
         self.anchor[at] -= taken
         is_last = fragment == len(self.spans) - 1
         self.flight = {

@@ -3,13 +3,17 @@
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import shoal
+from shoal.comm.connect import connect
 from shoal.data.shares import Schedule, dithered
 from shoal.spec.errors import UserError
-from shoal.train.flat import plan_layout
+from shoal.train.flat import FlatModel, plan_layout
+from shoal.train.sync.local_outer import Outer, warmed_up
 from shoal.train.sync.local_rounds import FIRST_STEPS, Pace, cut_fragments, first_round, next_round
 
 paces = st.builds(Pace, step_seconds=st.floats(1e-4, 10), travel_seconds=st.floats(1e-5, 100))
@@ -131,3 +135,29 @@ def test_an_overlap_that_cannot_be_is_refused(text, word):
     with pytest.raises(UserError) as caught:
         parse_sync(text)
     assert word in caught.value.render()
+
+
+def test_momentum_remembers_a_tenth_of_the_run_and_no_more():
+    assert [round(warmed_up(0.9, age), 2) for age in (0, 1, 10, 90, 1000)] == [0.0, 0.09, 0.5, 0.9, 0.9]
+    assert warmed_up(0.3, 50) == 0.3
+
+
+def test_the_outer_step_is_that_of_torch_once_the_run_is_old():
+    """And a young one takes little more than the mean way: DiLoCo's first rounds do not overshoot."""
+    sync = shoal.diloco(8)
+    model = nn.Linear(3, 2)
+    flat = FlatModel(model, torch.optim.SGD(model.parameters()), lambda size, dtype: torch.zeros(size, dtype=dtype))
+    flat.place(is_source=True)
+    group, span = connect(0, 1), (0, flat.layout.total)
+    outer, expected = Outer(sync, flat, group), nn.Parameter(flat.values.clone())
+    torchs = torch.optim.SGD([expected], 0.7, momentum=0.9, nesterov=True)
+    for number in range(4):
+        mean = torch.randn(flat.layout.total, generator=torch.Generator().manual_seed(number))
+        expected.grad = mean.clone()
+        torchs.step()
+        outer.move(mean.clone(), mean.clone(), span, age=1000)
+    assert torch.allclose(outer.anchor, expected, atol=1e-6)
+    young, way = Outer(sync, flat, group), torch.ones(flat.layout.total)
+    young.move(way.clone(), way, span, age=1)
+    assert torch.allclose(flat.values - young.anchor, torch.full_like(way, 0.7 * (1 + 1 / 11)))
+    group.close()

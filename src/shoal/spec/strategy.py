@@ -42,7 +42,7 @@ class Local:
     """Copies take steps of their own and agree now and then: every so many steps, or every so many seconds.
 
     outer: what they do with the mean of how far they have come since they last agreed: "average" takes it as it is,
-        "nesterov" is a step of SGD with `lr` and Nesterov `momentum` (DiLoCo).
+        "nesterov" is a step of SGD with `lr` and Nesterov `momentum` (DiLoCo), of which the first rounds have less.
     codec: how that travels: "int8" is a quarter of the bytes; what rounding leaves over is sent the next time.
     fragments: in how many parts the model travels, each at a time of its own while steps go on (streaming DiLoCo).
     overlap: how many steps are taken while it travels; None chooses, by measured time; 0 waits for it.

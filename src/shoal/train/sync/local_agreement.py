@@ -160,7 +160,8 @@ class Agreement:
         self._samples[fragment], self._left[fragment] = 0, now.leaves(fragment)
         if is_last:
             self._round, self._round_samples = replace(now, start=now.end), 0
-        self._flight = self._send(sent, row, [way], lambda means: [self._outer.move(means[0], way, span)])
+        age = step / now.length
+        self._flight = self._send(sent, row, [way], lambda means: [self._outer.move(means[0], way, span, age)])
         if not now.delay:
             self._land(self._flight)
 

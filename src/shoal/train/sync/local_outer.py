@@ -16,6 +16,19 @@ PREFIX = {"anchor": "anchor/", "momentum": "momentum/"}
 """Of the names in a checkpoint. Other ways to agree do not know them, and need not."""
 
 
+YOUNG_ROUNDS = 10
+"""Momentum reaches back a round, and a part of the run's age: one in so many rounds."""
+
+
+def warmed_up(momentum: float, age: float) -> float:
+    """The momentum of a run that is so many rounds old.
+
+    A run's first ways are its longest, and all in one direction. Momentum that remembers them for ten rounds pushes
+    on long after the copies have turned; so it remembers no more than a tenth of the run: 0.9 after 90 rounds.
+    """
+    return min(momentum, age / (age + YOUNG_ROUNDS))
+
+
 class Outer:
     """The agreed parameters (`anchor`), and with "nesterov" their momentum: the same on all copies, bit for bit.
 
@@ -46,19 +59,19 @@ class Outer:
         mean_plain(self._group, mean, weights)
         return mean
 
-    def move(self, mean: torch.Tensor, way: torch.Tensor, span: Span) -> torch.Tensor:
+    def move(self, mean: torch.Tensor, way: torch.Tensor, span: Span, age: float) -> torch.Tensor:
         """Move the anchor on by a mean way; turn our own `way` into what brings our copy there, which is returned.
 
-        In parts that stay in the cache: most of the time this takes is memory's.
+        The run is `age` rounds old. In parts that stay in the cache: most of the time this takes is memory's.
         """
-        sync, at = self._sync, slice(*span)
+        sync, at, decay = self._sync, slice(*span), warmed_up(self._sync.momentum, age)
         momenta = self.momentum[at].split(CHUNK) if self.momentum is not None else [None] * len(mean.split(CHUNK))
         for taken, own, anchor, momentum in zip(
             mean.split(CHUNK), way.split(CHUNK), self.anchor[at].split(CHUNK), momenta, strict=True
         ):
             if momentum is not None:
-                momentum.mul_(sync.momentum).add_(taken)
-                taken.add_(momentum, alpha=sync.momentum).mul_(sync.lr)
+                momentum.mul_(decay).add_(taken)
+                taken.add_(momentum, alpha=decay).mul_(sync.lr)
             anchor.sub_(taken)
             own.sub_(taken)
         return way

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from shoal.comm.group import Group, Work
+from shoal.comm.group import DONE, Group, Work
 from shoal.train.chunked import ChunkedOptimizer
 from shoal.train.flat import FlatModel, named_tensors
 from shoal.train.inherit import Give
@@ -169,6 +169,9 @@ class Shards:
         """Begin to gather a unit's parameters; they may be used after `take` of it."""
         whole = self.wholes[unit.number]
         whole.untyped_storage().resize_(whole.numel() * whole.element_size())
+        if self._group.size == 1:  # and a group of one would look at it through numpy, which fixes its memory
+            whole.copy_(self._of(self._kept, unit))
+            return DONE
         return self._group.all_gather(whole, self._of(self._kept, unit))
 
     def take(self, unit: Unit, work: Work) -> None:
