@@ -58,6 +58,7 @@ def test_a_copy_in_stages_is_lost_and_comes_back(alone):
     check_ended(run, alone[True], is_exact=True, at_least=2)
     assert not run.of("resumed"), "nothing was read from disk"
     assert [len(event.data["members"]) for event in run.of("world")][:3] == [4, 3, 4]
+    assert {event.data["from"] for event in run.of("state_rebuilt")} == {"copy"}
 
 
 def test_layers_in_parts_are_lost_and_come_back(alone):

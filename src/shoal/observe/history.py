@@ -37,7 +37,8 @@ class History:
     `num_redone` counts steps that were committed, undone by going back to a checkpoint, and taken again;
     `num_interrupted` those that were under way in a loss: the survivors completed `num_completed` of them, and took
     the others again. `num_unused` counts workers that ended before they were let in. `mean_workers` is over the time
-    of steps. `rebuilt` counts how often what only the lost held came back, by where from: mirror, checkpoint, start.
+    of steps. `rebuilt` counts how often what only the lost held came back, by where from: copy, mirror, checkpoint,
+    start.
     """
 
     eras: tuple[Era, ...]

@@ -13,7 +13,12 @@ from shoal.observe.timeline import Era
 
 MAX_ROWS = 10
 _HEIGHTS = "▁▂▃▄▅▆▇█"
-_REBUILT = {"mirror": "from its mirror", "checkpoint": "from the checkpoint", "start": "from the start"}
+_REBUILT = {
+    "copy": "from another copy",
+    "mirror": "from its mirror",
+    "checkpoint": "from the checkpoint",
+    "start": "from the start",
+}
 
 
 def write_history(history: History, start: float, end: float, width: int, *, is_ascii: bool) -> Iterator[str]:

@@ -198,6 +198,8 @@ class Course:
         """The World is another, and goes on where the last one was."""
         self._stand_with_the_others()
         will, every = self._team.will, self._subject.settings.checkpoint_every
+        if self._team.refilled:
+            self._tell_rebuilt("copy", parts=list(self._team.refilled), num_parts=self._team.mesh.num_parts)
         if will is not None and will.mirrored:
             self._tell_rebuilt("mirror", parts=list(will.mirrored), num_parts=len(will.givers))
         # Who was interrupted may not have saved what others have: all make one after the next step.

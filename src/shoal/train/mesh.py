@@ -58,6 +58,11 @@ class Seats:
     members: tuple[int, ...]
     lost: tuple[int, ...]
 
+    def without(self, holders: Sequence[int]) -> tuple[int, ...]:
+        """The parts of which somebody gets the state here, who is not among `holders`."""
+        missing = [seat for seat, position in enumerate(self.members) if position not in holders]
+        return tuple(sorted({self.mesh.part_of(seat) for seat in missing}))
+
 
 def find_seats(workers: Sequence[int], holders: Sequence[int], mesh: Mesh) -> Seats:
     """Seats for the members of a World. `workers` are their numbers, `holders` the positions of those with a state.

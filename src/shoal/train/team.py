@@ -120,6 +120,8 @@ class Team:
     least_acts = 0
     will: Will | None = None
     """How state that is divided came into this World."""
+    refilled: tuple[int, ...] = ()
+    """Parts of the model that members of this World got from those of another copy."""
 
     def __init__(self, facts: WorkerFacts, number: int, subject: Subject) -> None:
         self.link = find_link(facts)
@@ -373,6 +375,7 @@ class Team:
             vars(self.sync).clear()
         self._groups, self.sync, self.world, self._counted = groups, sync, world, None
         self._ids = [world.members[position].id for position in seats.members]
+        self.refilled = seats.without(holders) if sync is not None and seats.mesh.num_parts > 1 else ()
         self.rank, self.size, self.mesh = groups.everyone.rank, groups.everyone.size, seats.mesh
         if sync is None:
             progress.begin()
