@@ -3,6 +3,7 @@
 Importing this package is cheap: torch and every engine are imported when a name that needs them is first used.
 """
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 from shoal.spec.errors import (
@@ -59,7 +60,13 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(_LAZY[name]), name)
+    is_collecting = gc.isenabled()
+    gc.disable()  # torch has made so many objects that looking for garbage in between takes longer than our import
+    try:
+        value = getattr(import_module(_LAZY[name]), name)
+    finally:
+        if is_collecting:
+            gc.enable()
     globals()[name] = value
     return value
 

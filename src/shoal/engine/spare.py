@@ -7,6 +7,7 @@ is known to it before. If the socket ends, so does it.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -49,8 +50,11 @@ def warm_up() -> None:
     and who is nice once, and not root, stays so.
     """
     schedule(os.SCHED_BATCH)
+    gc.disable()
     import_if_there("torch")
     import_if_there("shoal.train.loop")
+    gc.freeze()  # none of it will ever be garbage
+    gc.enable()
     schedule(os.SCHED_OTHER)
 
 
