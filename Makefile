@@ -3,13 +3,22 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check chaos bench clean
+.PHONY: demo test test-computing test-processes check chaos bench clean
 
 demo: $(VENV)/.ready
 	$(BIN)/shoal demo
 
+# Two at a time: tests that compute beside those that start processes, and mostly wait for them.
+COMPUTING := tests/unit tests/simulation tests/contract
+
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow"
+	$(MAKE) --no-print-directory --jobs=2 test-computing test-processes
+
+test-computing:
+	$(BIN)/python -m pytest -m "not slow" $(COMPUTING)
+
+test-processes:
+	$(BIN)/python -m pytest -m "not slow" $(addprefix --ignore=,$(COMPUTING))
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -33,7 +33,7 @@ def alone(tmp_path_factory):
     return run(1, tmp_path_factory.mktemp("alone"), EXACT, SGD)
 
 
-@pytest.mark.parametrize("num_workers", [3, pytest.param(4, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("num_workers", [3, *(pytest.param(number, marks=pytest.mark.slow) for number in (4, 5))])
 def test_exact_mode_gives_the_same_bits(num_workers, alone, tmp_path):
     (found,) = run(num_workers, tmp_path, EXACT)
     assert found == alone[0]

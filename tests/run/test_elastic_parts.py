@@ -61,6 +61,7 @@ def test_a_copy_in_stages_is_lost_and_comes_back(alone):
     assert {event.data["from"] for event in run.of("state_rebuilt")} == {"copy"}
 
 
+@pytest.mark.slow
 def test_layers_in_parts_are_lost_and_come_back(alone):
     faults = Faults().kill(rank=1, step=6, at="backward").kill(rank=2, step=14, at="updating", incarnation=None)
     run = run_job(faults, "2:4", split="tensor:2", transport="tcp")

@@ -76,7 +76,11 @@ class Run:
 
 @pytest.mark.parametrize(
     ("size", "number"),
-    [pytest.param("2", signal.SIGKILL, marks=pytest.mark.slow), ("1:2", signal.SIGKILL), ("1:2", signal.SIGINT)],
+    [
+        pytest.param("2", signal.SIGKILL, marks=pytest.mark.slow),
+        ("1:2", signal.SIGKILL),
+        pytest.param("1:2", signal.SIGINT, marks=pytest.mark.slow),
+    ],
 )
 def test_what_was_done_is_saved_and_gone_on_with(box: Box, clean: dict[int, str], size: str, number: int) -> None:
     run = Run(box, size)

@@ -83,8 +83,8 @@ def one_stands_for_all(patch: pytest.MonkeyPatch) -> None:
     """The first at the boundary opens the door."""
     real = membership.stood
 
-    def stood(state: Any, member_id: str, now: float) -> Any:
-        state = real(state, member_id, now)
+    def stood(state: Any, *given: Any, **more: Any) -> Any:
+        state = real(state, *given, **more)
         return replace(state, standing=frozenset(state.world.ids))
 
     patch.setattr(membership, "stood", stood)
