@@ -71,11 +71,12 @@ def measure(way: str, is_quick: bool) -> dict[str, float]:
         done = subprocess.run(
             command,
             cwd=Path(__file__).parent.parent,
-            check=True,
-            stdout=subprocess.PIPE,
+            capture_output=True,
             text=True,
             timeout=TIMEOUT_SECONDS,
         )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return result
 

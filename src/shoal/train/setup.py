@@ -29,7 +29,7 @@ from shoal.engine.env import WorkerFacts, shoal_home
 from shoal.observe import runs
 from shoal.observe.recorder import Recorder
 from shoal.spec.errors import UserError
-from shoal.spec.strategy import AllReduce, Local, Sharded
+from shoal.spec.strategy import Local, Sharded
 from shoal.train.agree import find_different_data
 from shoal.train.chunked import is_elementwise
 from shoal.train.compute import autocast
@@ -295,8 +295,6 @@ def make_sync(
         known = None if settings.split is not None or settings.compile else homes
         keywords["is_inherited"] = is_inherited
         return make_sharded(settings.sync, group, model, optimizer, across, known, keywords)
-    if not isinstance(settings.sync, AllReduce):
-        raise UserError(f"sync={settings.sync} is not there yet.")
     if isinstance(group, ShmGroup) and is_elementwise(optimizer) and across is None:
         return SharedMemorySync(group, model, optimizer, **keywords)
     is_mixed = find_mixed(group, next(model.parameters()).device, exact=settings.exact)

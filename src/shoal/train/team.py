@@ -296,21 +296,19 @@ class Team:
 
     def _check_can_go_on(self, world: World, seats: Seats, holders: Sequence[int]) -> None:
         """Where nobody has the state, or not all of it, all begin anew: not with a model that was changed already."""
-        if not seats.lost and (holders or not self._is_touched):
-            return
+        if seats.lost:
+            what = f"part {' and '.join(map(str, seats.lost))} of {seats.mesh.num_parts} of the model"
+            raise self._anew(world, f"Nobody is left who holds {what}.", "no other copy of the model has it")
+        if not holders and self._is_touched:
+            what = "The last worker that had the state of the run was lost while it handed that on."
+            raise self._anew(world, what, "what this worker got of it is not whole")
+
+    def _anew(self, world: World, message: str, why: str) -> Retryable:
+        """Say that there is nothing here to go on with; returns the error that ends this process."""
         assert self.link is not None
         self.link.send("aside", generation=world.generation)
-        if seats.lost:
-            raise Retryable(
-                f"Nobody is left who holds {_name_parts(seats)} of the model.",
-                why="no other copy of the model has it",
-                hint="the run goes on from its newest checkpoint, or from the start, with new processes",
-            )
-        raise Retryable(
-            "The last worker that had the state of the run was lost while it handed that on.",
-            why="what this worker got of it is not whole",
-            hint="the run goes on from its newest checkpoint, or from the start, with new processes",
-        )
+        hint = "the run goes on from its newest checkpoint, or from the start, with new processes"
+        return Retryable(message, why=why, hint=hint)
 
     def _stand_aside(self, world: World) -> None:
         """There is nothing to do here in this World: others hold the same, and there are not enough for a copy."""
@@ -324,11 +322,11 @@ class Team:
         self.link.stand_aside(world.generation)
 
     def _meeting(self, world: World) -> Rendezvous:
-        link, rank = self.link, self._rank_in(world)
+        link = self.link
         assert link is not None
         seconds = self._subject.settings.timeout_seconds
         return Rendezvous(
-            rank,
+            world.rank_of(link.id),
             world.size,
             seconds,
             gather=lambda key, value, ranks: link.gather(
@@ -336,10 +334,6 @@ class Team:
             ),
             look=partial(link.look, world),
         )
-
-    def _rank_in(self, world: World) -> int:
-        assert self.link is not None
-        return world.rank_of(self.link.id)
 
     def _settle(self, meeting: Rendezvous, world: World, holders: list[int]) -> Outcome | NotFinite | None:
         """See to the step under way. Those who have no state only keep the others company."""
@@ -393,13 +387,13 @@ class Team:
             tensors = self._bring(self.sync, is_divided=will is not None)
             self._counted = self.sync.replica.scalars() if self._counted is None else self._counted
             self.sync.detach()
-        more: dict[str, Any] = {
+        more = {
             "counts": self._counted,
             "shapes": shapes_of(tensors.items()),
             "acts": self.least_acts,
+            "cut": dict(self.cut.facts) if self.cut is not None else None,
+            "keys": self._keys(will),
         }
-        more["cut"] = dict(self.cut.facts) if self.cut is not None else None
-        more["keys"] = self._keys(will)
         facts = share_facts(copies, progress.tell() | more if copies.rank == 0 else None, 0)
         shapes = facts.pop("shapes")
         self._join_parts(groups, facts["cut"])
@@ -449,14 +443,9 @@ class Team:
             return None
         will = agree_on_will(copies, self._holdings())
         if will.lost:
-            assert self.link is not None
-            self.link.send("aside", generation=world.generation)
-            numbers = ", ".join(map(str, will.lost))
-            raise Retryable(
-                f"Nobody is left who holds part {numbers} of {len(will.givers)} of the state.",
-                why="whoever held it and whoever kept its mirror were lost together",
-                hint="the run goes on from its newest checkpoint, or from the start, with new processes",
-            )
+            what = f"part {' and '.join(map(str, will.lost))} of {len(will.givers)} of the state"
+            why = "whoever held it and whoever kept its mirror were lost together"
+            raise self._anew(world, f"Nobody is left who holds {what}.", why)
         return will if will.is_divided else None
 
     def _holdings(self) -> dict[int, Holding | None]:
@@ -508,8 +497,3 @@ def _check_can_change(settings: Settings) -> None:
 
 def _ids(world: World, ranks: Sequence[int] | None) -> list[str] | None:
     return None if ranks is None else [world.ids[rank] for rank in ranks]
-
-
-def _name_parts(seats: Seats) -> str:
-    names = " and ".join(str(part) for part in seats.lost)
-    return f"part{'s' * (len(seats.lost) > 1)} {names} of {seats.mesh.num_parts}"
