@@ -160,15 +160,6 @@ def test_a_module_that_launches_while_it_is_imported(box: Box) -> None:
     assert '__name__ == "__main__"' in done.stdout
 
 
-def test_without_cloudpickle(box: Box) -> None:
-    box.write("mod.py", "def work(x):\n    return x + 1\n")
-    hide = "import sys; sys.modules['cloudpickle'] = None; import shoal; "
-    done = box.execute(sys.executable, "-c", hide + "import mod; print(shoal.launch(mod.work, 2, (1,)))")
-    assert done.stdout == "[2, 2]\n", done.stderr
-    done = box.execute(sys.executable, "-c", hide + "shoal.launch(lambda: 1)")
-    assert "pip install 'shoal[notebook]'" in done.stderr or "cannot be sent to workers" in done.stderr
-
-
 def test_interrupting_the_call_ends_all_workers(box: Box) -> None:
     source = """
         import os, time, shoal

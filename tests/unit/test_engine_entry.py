@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.engine.call import CallFiles, name_of, pack_call
+from shoal.engine.call import CallFiles, pack_call
 from shoal.engine.engine import CONTROL_FD, WORLD_FD
 from shoal.engine.entry import command_of, entry_of, find_python
 from shoal.spec.errors import UserError
@@ -123,14 +123,6 @@ def test_a_call_that_cannot_be_sent(tmp_path: Path) -> None:
     with (tmp_path / "f").open("w") as file, pytest.raises(UserError) as caught:
         pack_call(print, [file], {})
     assert "PicklingError" in caught.value.why
-
-
-def test_without_cloudpickle_functions_are_sent_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    assert b"shoal.engine.call" in pack_call(name_of, [len], {})
-    with pytest.raises(UserError) as caught:
-        pack_call(lambda: 1, [], {})
-    assert "shoal[notebook]" in caught.value.hint
 
 
 def test_call_files_are_closed() -> None:

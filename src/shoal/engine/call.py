@@ -65,11 +65,8 @@ def pack_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
 
 
 def _pickle_call(function: Callable[..., Any], call: tuple[Any, ...]) -> bytes:
-    try:
-        from cloudpickle import dumps
-    except ImportError:
-        _check_importable(function)
-        from pickle import dumps
+    from cloudpickle import dumps
+
     try:
         return bytes(dumps(call))
     except Exception as error:
@@ -78,17 +75,6 @@ def _pickle_call(function: Callable[..., Any], call: tuple[Any, ...]) -> bytes:
             why=f"{type(error).__name__}: {error}",
             hint="open files, locks and connections inside the function instead of passing them in",
         ) from error
-
-
-def _check_importable(function: Callable[..., Any]) -> None:
-    """Without cloudpickle a function travels as the name of its module and its own."""
-    name, module = name_of(function), getattr(function, "__module__", None)
-    if module == "__main__" or "<" in name:
-        raise UserError(
-            f"The function {name} cannot be sent to workers.",
-            why="it is defined in a script, a notebook or another function, and workers do not import those",
-            hint="run `pip install 'shoal[notebook]'`, or move the function into a module of its own",
-        )
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -76,21 +76,9 @@ def _dump(value: Any, keep_small: Callable[[pickle.PickleBuffer], bool]) -> byte
 
 
 def _dump_by_value(value: Any, keep_small: Callable[[pickle.PickleBuffer], bool]) -> bytes:
-    try:
-        import cloudpickle
-    except ImportError:
-        data = _dump(value, keep_small)
-        if _names_main(data):
-            raise pickle.PicklingError("it is made of something in __main__, which workers do not run") from None
-        return data
+    import cloudpickle
+
     return bytes(cloudpickle.dumps(value, protocol=5, buffer_callback=keep_small))
-
-
-def _names_main(data: bytes) -> bool:
-    """Whether something in a pickle is to be looked up in `__main__`. A long text that has the word does no harm."""
-    from pickletools import genops
-
-    return any(argument == "__main__" for _, argument, _ in genops(data))
 
 
 def _tensors() -> dict[type, Callable[[Any], Any]]:
@@ -154,6 +142,4 @@ def unpack(packed: Packed) -> Any:
 def cannot_send(what: str, error: BaseException) -> UserError:
     """The error for something that cannot be pickled."""
     hint = "send plain values, arrays or tensors; open files, locks and connections inside the function"
-    if "__main__" in str(error) and "cloudpickle" not in sys.modules:
-        hint = "run `pip install 'shoal[notebook]'`, or move what it is made of into a module of its own"
     return UserError(f"{what} cannot be sent.", why=f"{type(error).__name__}: {error}", hint=hint)
