@@ -90,6 +90,13 @@ class Box:
         lines = (self.only_run() / "journal.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
+    def num_members(self, name: str) -> int:
+        """How many are in the newest World of the run of that name; 0 before the first."""
+        if not (self.home / "runs" / name / "journal.jsonl").exists():
+            return 0
+        worlds = [event for event in self.events() if event["kind"] == "world"]
+        return len(worlds[-1]["data"]["members"]) if worlds else 0
+
 
 @pytest.fixture
 def box(tmp_path: Path) -> Iterator[Box]:

@@ -129,16 +129,10 @@ def test_other_numbers_of_workers_while_it_runs_and_a_resumed_run(box: Box, sync
     command = ["run", "-n", "1:3", "-o", f"sync={sync}"]
     process = box.start(*command, "--name", "many", JOBS, "fit", "12", env={**box.env, "ELASTIC_PAUSE": "0.4"})
 
-    def is_size(count: int) -> bool:
-        if not (box.home / "runs" / "many" / "journal.jsonl").exists():
-            return False
-        worlds = [event for event in box.events() if event["kind"] == "world"]
-        return bool(worlds) and len(worlds[-1]["data"]["members"]) == count
-
     for count in (3, 1, 2):
         if count < 3:
             assert box.run("resize", "many", "-n", str(count)).returncode == 0
-        box.wait_for(lambda count=count: is_size(count), 60)
+        box.wait_for(lambda count=count: box.num_members("many") == count, 60)
     _, errors = process.communicate(timeout=90)
     assert process.returncode == 0, errors
     check_endings([ending for rank in range(2) for ending in endings_in(box.log(rank))], 12)

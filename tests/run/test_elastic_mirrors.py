@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Box, box
+from launching import box
 
 from shoal.spec.fault import POINTS
 from shoal.testing import Faults, FaultyRun
@@ -168,19 +168,12 @@ def test_other_numbers_of_workers_while_it_runs(clean, box, level):
     env = {**box.env, "ELASTIC_PAUSE": "0.15"}
     process = box.start("run", "-n", "1:3", "--name", "many", *options, str(ELASTIC), "short", env=env)
     for count in (3, 1, 3, 2):
-        if count != num_members(box):
+        if count != box.num_members("many"):
             assert count == 3 or box.run("resize", "many", "-n", str(count)).returncode == 0
-        box.wait_for(lambda count=count: num_members(box) == count)
+        box.wait_for(lambda count=count: box.num_members("many") == count)
         if count == 1:
             assert box.run("resize", "many", "-n", "3").returncode == 0
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     check_ends([end for rank in range(3) for end in ends_in(box.log(rank))], clean["short"])
     assert not [event for event in box.events() if event["kind"] == "resumed"]
-
-
-def num_members(box: Box) -> int:
-    if not (box.home / "runs" / "many" / "journal.jsonl").exists():
-        return 0
-    worlds = [event for event in box.events() if event["kind"] == "world"]
-    return len(worlds[-1]["data"]["members"]) if worlds else 0

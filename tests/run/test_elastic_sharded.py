@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Box, box
+from launching import box
 
 from shoal.spec.fault import POINTS
 from shoal.testing import Faults, FaultyRun
@@ -128,19 +128,12 @@ def test_other_numbers_of_workers_a_stop_and_a_way_on(box):
     for count in (3, 1, 2):
         if count < 3:
             assert box.run("resize", "many", "-n", str(count)).returncode == 0
-        box.wait_for(lambda count=count: num_members(box) == count, seconds=60)
+        box.wait_for(lambda count=count: box.num_members("many") == count, seconds=60)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     done = box.run("run", "--resume", "many", env={**box.env, "ELASTIC_BUCKET": "256"}, timeout=120)
     assert done.returncode == 0, done.stderr
     check_ends([end for rank in range(3) for end in ends_in(box.log(rank))], in_peace("short"))
-
-
-def num_members(box: Box) -> int:
-    if not (box.home / "runs" / "many" / "journal.jsonl").exists():
-        return 0
-    worlds = [event for event in box.events() if event["kind"] == "world"]
-    return len(worlds[-1]["data"]["members"]) if worlds else 0
 
 
 @pytest.mark.slow

@@ -35,6 +35,17 @@ class Done:
 DONE = Done()
 
 
+class CopiedWork:
+    """Work whose result, or a part of it, is copied to `out` once it is done."""
+
+    def __init__(self, work: Work, out: torch.Tensor, result: torch.Tensor) -> None:
+        self._work, self._out, self._result = work, out, result
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._out.copy_(self._result)
+
+
 class Group(Protocol):
     """Moves flat, contiguous tensors between the ranks of one World.
 

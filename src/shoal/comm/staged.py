@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shoal.comm.group import DONE, Group, Op, Work, check_parts, flatten
+from shoal.comm.group import DONE, CopiedWork, Group, Op, Work, check_parts, flatten
 
 
 class StagedGroup:
@@ -23,28 +23,28 @@ class StagedGroup:
         if self.size == 1:
             return DONE
         near = _near(flat)
-        return _Returning(self._inner.all_reduce(near, op), flat, near)
+        return CopiedWork(self._inner.all_reduce(near, op), flat, near)
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: Op = Op.SUM) -> Work:
         check_parts(tensor, out, self.size)
         near = _room_for(out)
-        return _Returning(self._inner.reduce_scatter(near, _near(tensor), op), flatten(out), near)
+        return CopiedWork(self._inner.reduce_scatter(near, _near(tensor), op), flatten(out), near)
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Work:
         check_parts(out, tensor, self.size)
         near = _room_for(out)
-        return _Returning(self._inner.all_gather(near, _near(tensor)), flatten(out), near)
+        return CopiedWork(self._inner.all_gather(near, _near(tensor)), flatten(out), near)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
         near = _near(tensor) if self.rank == root else _room_for(tensor)
-        return _Returning(self._inner.broadcast(near, root), flatten(tensor), near)
+        return CopiedWork(self._inner.broadcast(near, root), flatten(tensor), near)
 
     def send(self, tensor: torch.Tensor, to: int) -> Work:
         return self._inner.send(_near(tensor), to)
 
     def recv(self, tensor: torch.Tensor, source: int) -> Work:
         near = _room_for(tensor)
-        return _Returning(self._inner.recv(near, source), flatten(tensor), near)
+        return CopiedWork(self._inner.recv(near, source), flatten(tensor), near)
 
     def barrier(self) -> None:
         self._inner.barrier()
@@ -60,17 +60,6 @@ def _near(tensor: torch.Tensor) -> torch.Tensor:
 
 def _room_for(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(flatten(tensor).numel(), dtype=tensor.dtype)
-
-
-class _Returning:
-    """Work whose result is copied back once it is done."""
-
-    def __init__(self, work: Work, tensor: torch.Tensor, near: torch.Tensor) -> None:
-        self._work, self._tensor, self._near = work, tensor, near
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._tensor.copy_(self._near)
 
 
 def choose_transport(asked: str, devices: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from shoal.comm.group import Call, Op, Work, check_parts, check_peer, flatten
+from shoal.comm.group import Call, CopiedWork, Op, Work, check_parts, check_peer, flatten
 from shoal.comm.letters import Letters
 from shoal.comm.process import Process, on_one_loopback
 from shoal.comm.rendezvous import Rendezvous
@@ -72,7 +72,7 @@ class TcpGroup:
         whole, options = flat.clone(), dist.AllreduceOptions()
         options.reduceOp = _OPS[call.op]
         work = self._start(call, whole, lambda backend: backend.allreduce([whole], options))
-        return PartWork(work, part, whole.view(self.size, -1)[self.rank])
+        return CopiedWork(work, part, whole.view(self.size, -1)[self.rank])
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Work:
         check_parts(out, tensor, self.size)
@@ -153,17 +153,6 @@ class TcpWork:
             self._work.wait()  # it may have been done in the very moment in which our patience ended
         except RuntimeError as error:
             raise self._roll.roll_call(str(error)) from error
-
-
-class PartWork:
-    """A collective of which only a part is wanted."""
-
-    def __init__(self, work: Work, out: torch.Tensor, part: torch.Tensor) -> None:
-        self._work, self._out, self._part = work, out, part
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._out.copy_(self._part)
 
 
 class StreamWork:

@@ -1,9 +1,7 @@
 """A copy whose layers are cut: each worker holds a slice of every large weight, and layers talk to other parts."""
 
-import ctypes
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +15,7 @@ from shoal.train.chunked import is_elementwise
 from shoal.train.compute import Compute, uncompiled
 from shoal.train.cut import Cut, Held, Slice
 from shoal.train.flat import shorten
+from shoal.train.freed import give_back
 from shoal.train.groups import Groups
 from shoal.train.saving import say
 from shoal.train.split.split import Forward, Work
@@ -154,7 +153,7 @@ class TensorDraft:
             _check_same_kernels(groups.slices)
             cut = cut_layers(model, self._plan, region, self._trial)
             self._tell(before)
-        _give_back()
+        give_back()
         return split, cut
 
     def _tell(self, before: int) -> None:
@@ -209,12 +208,6 @@ def _check_same_kernels(group: Group) -> None:
         "the kind of processor": torch.backends.cpu.get_cpu_capability(),
     }
     check_agreement(group, facts)
-
-
-def _give_back() -> None:
-    """Let the system have the memory of the whole model back, which glibc would keep for later."""
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _num_bytes(model: nn.Module) -> int:

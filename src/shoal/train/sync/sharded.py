@@ -41,38 +41,23 @@ def make_sharded(
     state anyhow, and each updates its part of it.
     """
     check_sharded(wanted, optimizer)
-    sync = _make(wanted, group, model, optimizer, across, homes, keywords)
+    sync: Sync
+    if not isinstance(group, ShmGroup) or across is not None or keywords["is_inherited"]:
+        _check_not_exact(wanted, keywords["exact"], "sync=shoal.all_reduce()")
+        give_back_at_once()
+        blocks = find_blocks(model, homes) if wanted.level == "parameters" and homes is not None else None
+        source = None if keywords["is_inherited"] else keywords["source"]
+        rest = _without(keywords, "exact", "is_inherited", "source")
+        sync = MessageShardedSync(
+            group, model, optimizer, level=wanted.level, blocks=blocks, across=across, source=source, **rest
+        )
+    elif wanted.level == "optimizer":
+        sync = SharedMemorySync(group, model, optimizer, **_without(keywords, "is_inherited"))
+    else:
+        _check_not_exact(wanted, keywords["exact"], "sync=shoal.sharded('optimizer')")
+        sync = HostShardedSync(group, model, optimizer, **_without(keywords, "exact", "is_inherited"))
     give_back()
     return sync
-
-
-def _make(
-    wanted: Sharded,
-    group: Group,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    across: Across | None,
-    homes: Mapping[str, Sequence[str]] | None,
-    keywords: Mapping[str, Any],
-) -> Sync:
-    if isinstance(group, ShmGroup) and across is None and not keywords["is_inherited"]:
-        if wanted.level == "optimizer":
-            return SharedMemorySync(group, model, optimizer, **_without(keywords, "is_inherited"))
-        _check_not_exact(wanted, keywords["exact"], "sync=shoal.sharded('optimizer')")
-        return HostShardedSync(group, model, optimizer, **_without(keywords, "exact", "is_inherited"))
-    _check_not_exact(wanted, keywords["exact"], "sync=shoal.all_reduce()")
-    give_back_at_once()
-    blocks = find_blocks(model, homes) if wanted.level == "parameters" and homes is not None else None
-    keywords = {**keywords, "source": None if keywords["is_inherited"] else keywords["source"]}
-    return MessageShardedSync(
-        group,
-        model,
-        optimizer,
-        level=wanted.level,
-        blocks=blocks,
-        across=across,
-        **_without(keywords, "exact", "is_inherited"),
-    )
 
 
 def _without(keywords: Mapping[str, Any], *names: str) -> dict[str, Any]:
