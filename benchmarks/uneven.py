@@ -75,7 +75,7 @@ def judge(times: list[float], scale: int) -> dict[str, float]:
 
 
 def measure(command: Any, scale: int, num_hung: int) -> tuple[list[float], int]:
-    """When each step ended. A run that hangs (torchrun did, once in some) is made again, and counted."""
+    """When each step ended. A run that hangs is made again, and counted."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             _run(command(folder), folder, scale)
@@ -108,8 +108,7 @@ def _shoal(folder: str, num_workers: int = len(BEFORE), how: str = "shoal") -> l
 
 
 def _ddp(folder: str) -> list[str]:
-    options = ["--standalone", "--nproc-per-node", str(len(BEFORE))]
-    return ["torch.distributed.run", *options, __file__, folder, "DDP"]
+    return _shoal(folder, how="DDP")
 
 
 # What the workers do.
@@ -133,7 +132,7 @@ def work(folder: str, how: str) -> None:
         return functional.cross_entropy(model(batch[0]), batch[1])
 
     if how == "DDP":
-        _train_ddp(model, loss, optimizer, data, ended)
+        kept = _train_ddp(model, loss, optimizer, data, ended)  # noqa: F841
     else:
         import shoal
 
@@ -146,9 +145,11 @@ def work(folder: str, how: str) -> None:
                 Path(folder, "digest").write_text(trainer.digest())
     if rank == 0:
         Path(folder, "ended").write_text("\n".join(map(str, ended[:NUM_STEPS])))
+    if how == "DDP":  # else its destructor may wait forever for gloo's thread, which waits for the interpreter
+        os._exit(0)
 
 
-def _train_ddp(model: Any, loss: Any, optimizer: Any, data: Any, ended: list[float]) -> None:
+def _train_ddp(model: Any, loss: Any, optimizer: Any, data: Any, ended: list[float]) -> Any:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
@@ -162,7 +163,8 @@ def _train_ddp(model: Any, loss: Any, optimizer: Any, data: Any, ended: list[flo
         loss(copy, [part[at : at + share] for part in data]).backward()
         optimizer.step()
         ended.append(time.perf_counter())
-    dist.destroy_process_group()
+    dist.barrier()
+    return copy
 
 
 if __name__ == "__main__":

@@ -43,19 +43,23 @@ def _count_shards(num_shards: int, shares: Sequence[float]) -> list[int]:
     return counts
 
 
+MIN_GAIN = 0.03
+"""What a step must gain for shares to change. A change costs nothing, so this is only as large as noise is."""
+
+
 def rebalance(
     shares: Sequence[float],
     seconds_per_sample: Sequence[float | None],
     *,
     num_shards: int,
-    min_gain: float = 0.05,
+    min_gain: float = MIN_GAIN,
 ) -> tuple[float, ...]:
     """New shares from the measured seconds per sample of each worker; None where nothing was measured.
 
     A step lasts as long as its slowest worker, so the ideal share is inverse to the seconds. Nothing changes unless
-    whole shards at the ideal make the step faster by `min_gain`: less is noise. Shares then move a part of the way:
-    half of it for a gain that might be noise, nearly all of it for one that cannot be. Unmeasured workers and those
-    with share 0 keep what they have. Where nothing changes, the very same shares are returned.
+    whole shards at the ideal make the step faster by `min_gain`: less is noise. Shares then move half of the way for
+    a gain that might be noise, and all of it for one that cannot be. Unmeasured workers and those with share 0 keep
+    what they have. Where nothing changes, the very same shares are returned.
     """
     total = float(sum(shares))
     current = tuple(share / total for share in shares)
@@ -67,7 +71,7 @@ def rebalance(
     gain = 1 - _step_seconds(num_shards, ideal, seconds_per_sample) / now
     if gain < min_gain:
         return tuple(shares)
-    damping = gain / (gain + min_gain)
+    damping = min(1.0, gain / (2 * min_gain))
     return tuple(old + damping * (new - old) for old, new in zip(current, ideal, strict=True))
 
 

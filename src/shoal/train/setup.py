@@ -52,7 +52,7 @@ from shoal.train.waiting import Waiting
 SHARDS_ALONE = 8
 """Into how many shards a step is cut where each must be computed by itself: enough to share out, few to be fast."""
 
-SHARDS_MERGED = 64
+SHARDS_MERGED = 256
 """And where neighbours can be computed together: then more of them cost nothing, and shares are finer."""
 
 _num_trainers = 0
