@@ -6,6 +6,7 @@ call `init_process_group` itself.
 
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,8 @@ from shoal.comm.roll import LOOK_SECONDS, Roll
 from shoal.spec.errors import UserError
 
 _CONNECT_SECONDS = 30.0
+_RETIRE_SECONDS = 2.0
+_RETIRED: deque[tuple[float, Any]] = deque()
 _OPS: dict[Op, Any] = {Op.SUM: dist.ReduceOp.SUM, Op.MAX: dist.ReduceOp.MAX, Op.MIN: dist.ReduceOp.MIN}
 
 
@@ -104,6 +107,7 @@ class TcpGroup:
             self._roll.leave(f"call/{self._num_calls}")
         for backend in self._backends.values():
             backend.abort()
+            _retire(backend)
         self._backends.clear()
         self._letters.clear()
 
@@ -170,6 +174,18 @@ class StreamWork:
             self._work.wait()
         except RuntimeError as error:
             raise self._roll.roll_call(str(error)) from error
+
+
+def _retire(backend: Any) -> None:
+    """Let go of a backend, but not at once.
+
+    Its destructor holds the interpreter while it waits for gloo's threads, and one that has just done the last work
+    of a backward needs the interpreter to let go of it. Some seconds later none has.
+    """
+    now = time.monotonic()
+    while _RETIRED and _RETIRED[0][0] < now - _RETIRE_SECONDS:
+        _RETIRED.popleft()
+    _RETIRED.append((now, backend))
 
 
 def _make_gloo(meeting: Rendezvous, device: Any) -> Any:
