@@ -68,6 +68,17 @@ def test_a_worker_with_little_memory_computes_in_small_pieces(tmp_path: Path, al
     assert f"{later[-1]} (memory=" in text
 
 
+def test_the_parts_of_a_model_compute_pieces_that_fit_all_of_them(tmp_path: Path) -> None:
+    """Either stage keeps 2 MB of a sample: without a limit it has 64 MB of a step."""
+    done = train(tmp_path, {"split": "pipeline:2"}, LITTLE_MB="160")  # of which what cuts a model takes 50
+    assert done.exit_code == 0, done.log(1)
+    assert pieces_of(done, 0) == pieces_of(done, 1), "a pipeline would have pieces of 8"
+    assert 1 <= pieces_of(done, 1)[0] < 8
+    large, small = told_by(done, 0), told_by(done, 1)
+    assert small["peak"] <= small["memory"]
+    assert large["loss"] == small["loss"]
+
+
 @pytest.mark.slow
 @rigs.needs("root", "memory cgroups")
 def test_a_limit_of_the_kernel_is_kept(tmp_path: Path, alone: list[float]) -> None:

@@ -20,18 +20,27 @@ NUM_STEPS = 8
 MB = 1 << 20
 
 
-class Deep(nn.Module):
-    """Layers that cost memory and hardly any time."""
+class Scaled(nn.Module):
+    """A layer that costs memory and hardly any time."""
 
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(1 + torch.randn(width) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x * self.weight)
+
+
+class Deep(nn.Module):
     def __init__(self, num_layers: int = 8, width: int = 256) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.weights = nn.ParameterList(nn.Parameter(1 + torch.randn(width) / 4) for _ in range(num_layers))
+        self.layers = nn.ModuleList(Scaled(width) for _ in range(num_layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x[:, None, :].expand(-1, 512, -1)
-        for weight in self.weights:
-            x = torch.relu(x * weight)
+        for layer in self.layers:
+            x = layer(x)
         return x.mean((1, 2))
 
 

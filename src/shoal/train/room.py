@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from math import ceil
 
 import torch
+from torch import nn
 
+from shoal.comm.group import Group, Op
 from shoal.data.ledger import Ledger
 from shoal.engine.env import WorkerFacts
 from shoal.engine.machine import forget_peak, free_memory, peak_memory_bytes, used_memory_bytes
@@ -40,6 +42,10 @@ WORTHWHILE = 1.25
 
 STEPS_EACH = 2
 """How many steps are measured before pieces change: in the first of a run the optimizer has no state yet."""
+
+
+STATE = 3
+"""What training will keep besides parameters, in parameters: a gradient and the two moments of Adam."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +154,16 @@ def find_limit(memory: int | None, device: torch.device, num_sharing: int) -> Li
 class Need:
     """What pieces take. `unit` samples at least are computed together, and a step has `batch_size` over all workers.
 
-    `is_cuttable`: any number of samples may be a piece, and each worker may choose it. Else pieces are what they are,
-    and only looked at before the first step.
+    `is_cuttable`: any number of samples may be a piece. Else pieces are what they are, and only looked at before the
+    first step. `num_parts` workers hold a copy together: they compute the same pieces, so none chooses for itself.
+    A part keeps at least `saved_bytes` of a sample.
     """
 
     saved_bytes: float
     unit: int
     batch_size: int
     is_cuttable: bool
+    num_parts: int = 1
 
 
 class Room:
@@ -183,7 +191,7 @@ class Room:
         if is_first:
             self.limit, self._used = self._find(), self._gauge.used()
             self.check(self.limit)
-        if wanted > self._wanted and self.limit is not None and self._need.is_cuttable:
+        if wanted > self._wanted and self.limit is not None and self._is_ours:
             self._is_settled = False
             if self.piece is None:
                 self.piece = first_piece(self._need.saved_bytes, self._used, self.limit, wanted)
@@ -191,6 +199,30 @@ class Room:
                     self._gauge.economize()
         self._wanted = max(wanted, self._wanted)
         return is_first
+
+    @property
+    def _is_ours(self) -> bool:
+        """This worker chooses by itself, and goes on choosing."""
+        return self._need.is_cuttable and self._need.num_parts == 1
+
+    def propose(self, state_bytes: int) -> int:
+        """How many samples of a step fit here at a time, of a part of the model whose state will take so much more.
+
+        A part keeps no more of a piece than the whole model would; the first stage of a pipeline keeps its layers of
+        as many pieces as there are stages, which comes to the same.
+        """
+        need, limit = self._need, self._find()
+        if limit is None or not need.is_cuttable:
+            return need.batch_size
+        used = self._gauge.used() + state_bytes
+        piece = first_piece(need.saved_bytes * need.num_parts, used, limit, need.batch_size)
+        return need.batch_size if piece is None else piece
+
+    def share(self, piece: int) -> None:
+        """Those who hold a copy together have found that so many fit for all of them."""
+        if self._need.is_cuttable and piece < self._need.batch_size:
+            self.piece = piece
+            self._gauge.economize()
 
     def check(self, limit: Limit | None) -> None:
         """Raise UserError where it is known already that not even a unit fits."""
@@ -209,12 +241,12 @@ class Room:
 
     def open(self) -> None:
         """A step begins."""
-        if self.piece is not None:
+        if self.piece is not None and self._is_ours:
             self._gauge.forget()
 
     def close(self, step: int, largest: int) -> bool:
         """It is over, and its largest piece had so many samples. True if pieces are of another size from now on."""
-        if self.piece is None or self.limit is None or not largest:
+        if self.piece is None or self.limit is None or not largest or not self._is_ours:
             return False
         self._highest, self._num_steps = max(self._highest, self._gauge.peak()), self._num_steps + 1
         is_over = self._highest > part_of(self.limit.num_bytes, self._used, ALARM)
@@ -250,18 +282,26 @@ def make_room(
 ) -> Room:
     """The room of a worker.
 
-    Shards that must be computed by themselves are what they are. Parts of one copy compute the same pieces, so none
-    of them chooses for itself; and what each of them keeps is not what the whole model would.
+    Shards that must be computed by themselves are what they are.
     """
-    is_whole = settings.split is None
-    is_cuttable = is_whole and traits.is_plain and not settings.exact
+    is_cuttable = traits.is_plain and not settings.exact
+    num_parts = settings.split.num_parts if settings.split is not None else 1
     need = Need(
-        saved_bytes=traits.saved_bytes if is_whole else 0.0,
+        saved_bytes=traits.saved_bytes / num_parts,
         unit=1 if is_cuttable else -(-settings.batch_size // ledger.num_shards),
         batch_size=settings.batch_size,
         is_cuttable=is_cuttable,
+        num_parts=num_parts,
     )
     return Room(gauge_of(device), lambda: find_limit(settings.memory, device, facts.local_world_size), need, tell)
+
+
+def agree_on_piece(room: Room, model: nn.Module, group: Group) -> int:
+    """How many samples fit at a time on the worker that has the least room for its part of the model."""
+    state_bytes = STATE * sum(each.numel() * each.element_size() for each in model.parameters())
+    fitting = torch.tensor([-float(room.propose(state_bytes))])
+    group.all_reduce(fitting, Op.MAX).wait()
+    return int(-fitting)
 
 
 def _too_little(limit: Limit, why: str, hint: str) -> UserError:
