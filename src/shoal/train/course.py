@@ -106,14 +106,14 @@ class Course:
         self._route.buffers.write(outcome.totals.buffers)
         self.is_first = False
         self.speed.add(self.compute_seconds, plan.num_samples)
-        self._go_on_scheduling(plan)
+        self._go_on_scheduling(plan.epoch)
         if self._team.link is not None:
             self._team.link.step = self.place.step
 
-    def _go_on_scheduling(self, plan: StepPlan) -> None:
-        """But not in a step that is taken a second time, for what a lost worker had of it."""
+    def _go_on_scheduling(self, epoch: int) -> None:
+        """After a step of that epoch; but not where it is taken a second time, for what a lost worker had of it."""
         is_new, self._scheduled = self.place.step > self._scheduled, max(self.place.step, self._scheduled)
-        is_time = self._subject.settings.schedule == "step" or self.place.epoch > plan.epoch
+        is_time = self._subject.settings.schedule == "step" or self.place.epoch > epoch
         if self._route.scheduler is not None and is_new and is_time:
             self._route.scheduler.step()
 
@@ -211,10 +211,10 @@ class Course:
         sync = self._team.sync
         if not isinstance(sync, LocalSync):
             return
-        place = sync.start_at(self.place)
-        if self.plan is not None and place.step > self.place.step:  # our step was over when it was interrupted
+        place, epoch = sync.start_at(self.place), self.place.epoch
+        if place.step > self.place.step:  # the step was over when it was interrupted
             self.place = place
-            self._go_on_scheduling(self.plan)
+            self._go_on_scheduling(epoch)
         self.place, self.is_first = place, False
         if self._team.rank == 0 and place.step < sync.owed.until:
             self._route.recorder.event("relearning", place.step, until=sync.owed.until)

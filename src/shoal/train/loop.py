@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -38,7 +38,7 @@ from shoal.train.loss import Loss
 from shoal.train.measure import Measurement
 from shoal.train.mesh import make_mesh
 from shoal.train.parts import check_batch, check_parts
-from shoal.train.room import find_limit, make_room
+from shoal.train.room import agree_on_piece, find_limit, make_room
 from shoal.train.saving import say
 from shoal.train.settings import make_settings
 from shoal.train.skips import MOST_IN_A_ROW, Skips
@@ -394,7 +394,9 @@ class Trainer:
         assert self._cutting is not None
         split, cut = self._cutting.divide(groups, known)
         self._split, self._cutting = self._inner(split), None
-        return cut
+        piece = known["piece"] if known is not None else agree_on_piece(self._room, self.model, groups.everyone)
+        self._room.share(piece)
+        return replace(cut, facts={**cut.facts, "piece": piece})
 
     def _inner(self, split: Split) -> Split:
         """Where copies train by themselves, each shard is a batch of its own to them."""

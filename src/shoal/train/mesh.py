@@ -1,5 +1,6 @@
 """Where in a run each worker stands: which copy of the model it belongs to, and which part of it it holds."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -62,6 +63,16 @@ class Seats:
         """The parts of which somebody gets the state here, who is not among `holders`."""
         missing = [seat for seat, position in enumerate(self.members) if position not in holders]
         return tuple(sorted({self.mesh.part_of(seat) for seat in missing}))
+
+
+def find_holders(told: Sequence[str], num_fitting: int) -> list[int]:
+    """Who has the state of the run, by position. `told`: "COPY ..." from each, or nothing from who has none.
+
+    Where what copies have differs, so many must still be together for a copy to be whole.
+    """
+    copies = [text.partition(" ")[0] for text in told]
+    counts = Counter(copies)
+    return [position for position, copy in enumerate(copies) if copy and counts[copy] >= num_fitting]
 
 
 def find_seats(workers: Sequence[int], holders: Sequence[int], mesh: Mesh) -> Seats:

@@ -14,7 +14,7 @@ from shoal.comm.group import Group
 from shoal.comm.rendezvous import Rendezvous
 from shoal.data.ledger import Place
 from shoal.engine.env import WorkerFacts
-from shoal.spec.errors import MemberLost, Retryable, UserError
+from shoal.spec.errors import MemberLost, Retryable
 from shoal.spec.strategy import Local, Sharded
 from shoal.spec.world import World
 from shoal.train import setup
@@ -25,7 +25,7 @@ from shoal.train.groups import Groups, connect_seats
 from shoal.train.handover import give_tensors, make_room, shapes_of, share_facts, share_tensors
 from shoal.train.inherit import Holding, Will, agree_on_will, hand_out
 from shoal.train.link import find_link
-from shoal.train.mesh import Seats, find_seats, make_mesh
+from shoal.train.mesh import Seats, find_holders, find_seats, make_mesh
 from shoal.train.settings import Settings
 from shoal.train.sync.across import Across
 from shoal.train.sync.local import LocalSync
@@ -125,8 +125,6 @@ class Team:
 
     def __init__(self, facts: WorkerFacts, number: int, subject: Subject) -> None:
         self.link = find_link(facts)
-        if self.link is not None:
-            _check_can_change(subject.settings)
         # A replacement is not the first of anybody until it joins: what rank 0 writes down has been written.
         self.rank, self.size = max(facts.rank, min(1, facts.incarnation)), facts.world_size
         self.mesh = make_mesh(self.size, subject.settings.split, is_elastic=self.is_elastic)
@@ -274,11 +272,13 @@ class Team:
         outcome = None
         try:
             meeting = self._meeting(world)
-            acts = meeting.gather("holds", str(self.num_acts) if self.has_state else "")
-            holders = [rank for rank, number in enumerate(acts) if number]
+            told = meeting.gather("holds", self._tell_held())
+            holders = find_holders(told, self._num_fitting)
+            if self.has_state and meeting.rank not in holders:
+                self._let_go()
             seats = find_seats([member.worker for member in world.members], holders, self.mesh)
             self._check_can_go_on(world, seats, holders)
-            self.least_acts = min((int(number) for number in acts if number), default=0)
+            self.least_acts = min((int(told[rank].split()[-1]) for rank in holders), default=0)
             outcome = self._settle(meeting, world, holders)
             if outcome is not None:
                 progress.conclude(outcome)  # before newcomers are told where we are
@@ -294,11 +294,25 @@ class Team:
         self.has_state, self._candidate = True, None
         return True, outcome
 
+    def _tell_held(self) -> str:
+        """Which copy we have a part of, since which World, and how much we have done; nothing without a state."""
+        if not self.has_state or self.world is None:
+            return ""
+        return f"{self.world.generation}/{self.copy} {self.num_acts}"
+
+    @property
+    def _num_fitting(self) -> int:
+        """How many workers must still be together for what they have to be of use: a copy that trains by itself."""
+        return self.mesh.num_parts if isinstance(self._subject.settings.sync, Local) else 1
+
     def _check_can_go_on(self, world: World, seats: Seats, holders: Sequence[int]) -> None:
         """Where nobody has the state, or not all of it, all begin anew: not with a model that was changed already."""
         if seats.lost:
             what = f"part {' and '.join(map(str, seats.lost))} of {seats.mesh.num_parts} of the model"
             raise self._anew(world, f"Nobody is left who holds {what}.", "no other copy of the model has it")
+        if not holders and self._is_touched and self._num_fitting > 1:
+            what = "Every copy of the model has lost a part."
+            raise self._anew(world, what, "copies that train by themselves differ: parts of two do not fit together")
         if not holders and self._is_touched:
             what = "The last worker that had the state of the run was lost while it handed that on."
             raise self._anew(world, what, "what this worker got of it is not whole")
@@ -310,14 +324,18 @@ class Team:
         hint = "the run goes on from its newest checkpoint, or from the start, with new processes"
         return Retryable(message, why=why, hint=hint)
 
-    def _stand_aside(self, world: World) -> None:
-        """There is nothing to do here in this World: others hold the same, and there are not enough for a copy."""
+    def _let_go(self) -> None:
+        """What is held here is of no use any more. A newcomer holds nothing as yet."""
         if self.sync is not None:
             self.sync.detach()
             vars(self.sync).clear()
         if self._groups is not None:
             self._groups.close()
-        self.sync, self._groups, self.has_state, self._candidate = None, None, False, None
+        self.sync, self._groups, self.has_state, self._candidate, self._counted = None, None, False, None, None
+
+    def _stand_aside(self, world: World) -> None:
+        """There is nothing to do here in this World: others hold the same, and there are not enough for a copy."""
+        self._let_go()
         assert self.link is not None
         self.link.stand_aside(world.generation)
 
@@ -483,16 +501,6 @@ class Team:
             self.sync.close()
         if self._groups is not None:
             self._groups.close()
-
-
-def _check_can_change(settings: Settings) -> None:
-    """Refuse what cannot go on with another number of workers."""
-    if isinstance(settings.sync, Local) and settings.split is not None:
-        raise UserError(
-            f"sync={settings.sync} with split={settings.split} needs a fixed number of workers.",
-            why="-n MIN:MAX lets workers come and go, and a copy cannot lose one of its parts without the others",
-            hint="start with one number, such as `-n 4`, or leave out one of the two",
-        )
 
 
 def _ids(world: World, ranks: Sequence[int] | None) -> list[str] | None:

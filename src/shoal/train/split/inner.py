@@ -6,6 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from shoal.data.ledger import StepPlan
+from shoal.spec.errors import MemberLost
 from shoal.train.groups import Groups
 from shoal.train.split.split import Forward, Split, Work
 from shoal.train.sync.local import LocalSync
@@ -30,9 +31,12 @@ class InnerSteps:
         for part in inner_batches(work):
             at_start = self._buffers.read() if self._buffers else None
             sync.open_batch()
-            self._split.run(replace(part, at_start=at_start))
             try:
+                self._split.run(replace(part, at_start=at_start))
                 sync.learn()
+            except MemberLost:
+                self._buffers.write(at_start)
+                raise
             except NotFinite as error:
                 self._buffers.write(at_start)
                 self._leave_out(work.plan, error)

@@ -1,8 +1,12 @@
 """Copies that take steps of their own and agree now and then: local SGD, DiLoCo, streaming DiLoCo."""
 
+import contextlib
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,9 +30,15 @@ class LocalSync:
     A step is `begin`, then for each inner batch `open_batch`, a forward and backward, and `learn`, then `close_step`;
     then `finish`, in which what copies say to each other leaves and arrives (`Agreement`). Only after `agree` all
     copies have the same parameters. `loss` is that of the last step in which this copy had a batch.
+
+    Where a copy is held in parts, these learn from a batch together. A loss may find some of them beyond it and
+    others not, which then have all they need but the others' squares: `resolve` completes it.
     """
 
     is_round_over = False
+    _num_learned = 0
+    _square = 0.0
+    _incomplete: Callable[[list[float]], None] | None = None
 
     def __init__(
         self,
@@ -93,18 +103,38 @@ class LocalSync:
 
     def learn(self) -> None:
         """Take an inner step. Raises NotFinite where loss or gradient is no number; nothing was changed then."""
-        self._agreement.learn(self._standing.step, self._rows[0].shard, self._learn)
-
-    def _learn(self) -> int:
-        weight = math.fsum(row.weight for row in self._rows)
+        step, rows = self._standing.step, self._rows
+        weight = math.fsum(row.weight for row in rows)
         gradients = self.gradients.take()
+        self.gradients.detach()
+        squares = scale(gradients, 1.0 / weight if weight > 0 else 0.0)  # of the batch's mean
+
+        def complete(squares: list[float]) -> None:
+            self._num_learned, self._incomplete = self._num_learned + 1, None
+            self._agreement.learn(step, rows[0].shard, lambda: self._learn(rows, gradients, weight, squares))
+
+        if self._across is not None:  # before anything can raise, for all parts take part in it
+            self._incomplete = complete
+            squares = [self._add_up(squares, self._across)]
+        complete(squares)
+
+    def _add_up(self, squares: Sequence[float], across: Across) -> float:
+        """Of all parts of this copy."""
+        named = zip(self.replica.flat.layout.names, squares, strict=True)
+        total = torch.tensor([math.fsum(each for name, each in named if across.counts(name))])
+        across.add(total)
+        self._square = float(total)
+        return self._square
+
+    def _learn(
+        self, rows: Sequence[Row], gradients: Sequence[torch.Tensor], weight: float, squares: Sequence[float]
+    ) -> int:
         try:
-            norm = self._normalize(gradients, weight)
+            check_losses(rows)
+            norm = checked_norm(squares, lambda index: self._find_not_finite(gradients)) if weight > 0 else 0.0
         except NotFinite:
             self._num_bad += 1
             raise
-        finally:
-            self.gradients.detach()
         if weight <= 0:
             return 0
         if self._max_norm is not None and norm > self._max_norm:
@@ -112,21 +142,10 @@ class LocalSync:
         self.replica.update(gradients)
         self._norm = norm
         self._weight += weight
-        self._total += math.fsum(row.loss for row in self._rows)
+        self._total += math.fsum(row.loss for row in rows)
         if self._buffers is not None:
-            self._buffers.write(_mean_buffers(self._rows))
-        return sum(row.num_samples for row in self._rows)
-
-    def _normalize(self, gradients: Sequence[torch.Tensor], weight: float) -> float:
-        """Make sums the mean of this copy's batch; returns its norm, of all parts together where it is cut."""
-        squares = scale(gradients, 1.0 / weight if weight > 0 else 0.0)
-        if self._across is not None:  # before anything can raise, for all parts take part in it
-            named = zip(self.replica.flat.layout.names, squares, strict=True)
-            total = torch.tensor([math.fsum(each for name, each in named if self._across.counts(name))])
-            self._across.add(total)
-            squares = total.tolist()
-        check_losses(self._rows)
-        return checked_norm(squares, lambda index: self._find_not_finite(gradients)) if weight > 0 else 0.0
+            self._buffers.write(_mean_buffers(rows))
+        return sum(row.num_samples for row in rows)
 
     def _find_not_finite(self, gradients: Sequence[torch.Tensor]) -> list[str]:
         named = zip(self.replica.flat.layout.names, gradients, strict=True)
@@ -166,9 +185,26 @@ class LocalSync:
     def resolve(
         self, survivors: Sequence[int], gather: Callable[[str, str], list[str]], *, is_first: bool
     ) -> Outcome | NotFinite | None:
-        """A step is nobody else's: there is none to complete, only what was on its way."""
-        self._agreement.resolve(gather)
+        """A step is nobody else's: there is none to complete, only what was on its way, and within a copy a batch."""
+        is_taken_in = self._agreement.judge(gather)
+        place = asdict(self._agreement.place)
+        copy = self._across.copy if self._across is not None else self._agreement.copy
+        mine = {"copy": copy, "learned": self._num_learned, "square": self._square.hex(), "place": place}
+        told = [json.loads(text) for text in gather("settled", json.dumps(mine)) if text]
+        self._stand_with([each for each in told if each["copy"] == copy])
+        self._agreement.settle(is_taken_in=is_taken_in)
         return None
+
+    def _stand_with(self, mates: Sequence[Mapping[str, Any]]) -> None:
+        """Have learned from what the other parts of this copy have, if one was through when we were interrupted."""
+        furthest = max(mates, key=lambda mate: (mate["learned"], mate["place"]["step"]))
+        if furthest["learned"] > self._num_learned:
+            assert self._incomplete is not None
+            with contextlib.suppress(NotFinite):  # whoever was through has told of it
+                self._incomplete([float.fromhex(furthest["square"])])
+        self._incomplete = None
+        if furthest["place"]["step"] > self._agreement.place.step:
+            self._agreement.reach(Place(**furthest["place"]))
 
     def inherit(self, old: "LocalSync | None") -> None:
         """Go on where the copies of the World before were. See `Agreement.inherit`."""
@@ -192,6 +228,8 @@ class LocalSync:
         return 0
 
     def detach(self) -> None:
+        self._agreement.stop()
+        self._incomplete = None
         self.gradients.detach()
         self.replica.optimizer.release()
 

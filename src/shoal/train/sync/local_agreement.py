@@ -44,8 +44,8 @@ class Agreement:
     (`Flight`), and is taken in some steps later: parameters += what was agreed on - what we had when it left.
 
     In an elastic run a copy may be lost, and with it what it has learned since. The others keep what they have
-    learned: `resolve` sees to what was on its way, and `inherit` goes on in the next World with their mean, and with
-    what is `owed`.
+    learned: `judge` and `settle` see to what was on its way, and `inherit` goes on in the next World with their mean,
+    and with what is `owed`.
     """
 
     is_round_over = False
@@ -93,6 +93,16 @@ class Agreement:
         if self._book.place is None:
             self._book.begin(place)
             self._left, self._followed = [place.step] * len(self._spans), [place.step] * len(self._spans)
+        return self.place
+
+    @property
+    def copy(self) -> int:
+        """Which of the copies this is."""
+        return self._group.rank
+
+    @property
+    def place(self) -> Place:
+        """Where this copy stands."""
         assert self._book.place is not None
         return self._book.place
 
@@ -188,11 +198,14 @@ class Agreement:
         return way
 
     def _row(self, step: int) -> torch.Tensor:
+        """What this copy tells. All of its parts tell the same, so that all will conclude the same from it."""
         row = torch.zeros(NUM_COLUMNS + len(self._spans), dtype=torch.float64)
         speed = self._standing.seconds_per_sample
         row[[STEP, WISH, SPEED, SECONDS, TRAVEL]] = torch.tensor(
             [step, self._standing.wish, speed, speed * self._round_samples, self._travel_seconds], dtype=torch.float64
         )
+        if self._across is not None:
+            self._across.largest(row[:NUM_COLUMNS])
         row[NUM_COLUMNS:] = torch.tensor(self._samples)
         return row if self._buffers is None else torch.cat([row, self._buffers.read()])
 
@@ -215,7 +228,10 @@ class Agreement:
         """Everybody holds the means. Without this a loss could find them taken in by some and not by others."""
         if self._is_elastic:
             self._reach("summed")
-            self._group.barrier()
+            if self._across is not None:
+                self._across.vote()
+            else:
+                self._group.barrier()
             self._reach("updating")
 
     # What arrives.
@@ -280,23 +296,20 @@ class Agreement:
 
     def _hear(self, met: Met, ended: Round | None) -> None:
         """What the others wish; after a round also how fast everybody is, from which the next one follows."""
-        told = torch.from_numpy(met.told.rows[:, :NUM_COLUMNS].copy())
-        told[:, TRAVEL] = told[:, TRAVEL].max()
-        if self._across is not None:
-            self._across.largest(told)
-        self._wish = max(self._wish, int(told[:, WISH].max()))
+        told = met.told
+        self._wish = max(self._wish, int(max(told.column(WISH))))
         self._travel_seconds = met.travel_seconds
         if ended is None:
             return
-        self.speeds, self.has_news = tuple(told[:, SPEED].tolist()), True
-        num_steps = ended.length
-        pace = Pace(step_seconds=float(told[:, SECONDS].max()) / num_steps, travel_seconds=float(told[0, TRAVEL]))
+        self.speeds, self.has_news = tuple(told.column(SPEED)), True
+        step_seconds = max(told.column(SECONDS)) / ended.length
+        pace = Pace(step_seconds=step_seconds, travel_seconds=max(told.column(TRAVEL)))
         self._round = next_round(self._sync, ended, pace)
 
     # From one World to the next.
 
-    def resolve(self, gather: Callable[[str, str], list[str]]) -> None:
-        """What was on its way when a member was lost is taken in by all, if one of them has it; else by nobody."""
+    def judge(self, gather: Callable[[str, str], list[str]]) -> bool:
+        """Whether what was on its way when a member was lost is taken in: by all, if one has; else by none."""
         flight = self._flight
         if flight is not None:
             flight.stop()
@@ -304,8 +317,12 @@ class Agreement:
         voted = self._turn + (flight is not None and flight.met is not None)
         told = [text.split() for text in gather("judged", f"{committed} {voted}")]
         reports = [Report(committed=int(each[0]), voted=int(each[1])) for each in told if each]
-        gather("settled", "")
-        if flight is not None and outcome_of(reports).turn >= flight.sent.turn:
+        return flight is not None and outcome_of(reports).turn >= flight.sent.turn
+
+    def settle(self, *, is_taken_in: bool) -> None:
+        """Do with it what was found."""
+        flight = self._flight
+        if flight is not None and is_taken_in:
             flight.complete()
             self._take_in(flight)
         elif flight is not None:
@@ -325,7 +342,7 @@ class Agreement:
     def inherit(self, old: "Agreement | None") -> None:
         """Go on where the copies of the World before were, all with the mean of what those have learned.
 
-        `old` was this worker's, after `resolve`; newcomers have none. What was rounded away on the way is forgotten.
+        `old` was this worker's, after `settle`; newcomers have none. What was rounded away on the way is forgotten.
         One that was about to enter a World that others had entered has nothing that those do not have.
         """
         told = [share_facts(self._group, old._tell() if old else {}, rank) for rank in range(self._group.size)]
@@ -372,6 +389,12 @@ class Agreement:
         """The parameters were put back from a checkpoint: go on from there, with what it says was agreed on."""
         self._forget()
         self._outer.restart(tensors)
+
+    def stop(self) -> None:
+        """The group is of no use any more, and what is on its way will not be taken in."""
+        if self._flight is not None:
+            self._flight.stop()
+            self._flight = None
 
     def leave_off(self) -> None:
         """Nobody will take in what is on its way: the run was left within a round."""
