@@ -4,8 +4,13 @@ import re
 from collections import Counter
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from shoal.testing.rigs.machine import LACKS
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("shoal", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shoal")
 
 
 @pytest.fixture(autouse=True)

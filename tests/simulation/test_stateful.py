@@ -145,6 +145,6 @@ class Launcher(RuleBasedStateMachine):
 
 
 Launcher.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=150, stateful_step_count=40, suppress_health_check=list(HealthCheck)
 )
 TestLauncher = Launcher.TestCase

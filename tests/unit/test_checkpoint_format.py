@@ -34,7 +34,7 @@ tensors = st.dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tensors, st.sampled_from([1, 64, MAX_FILE_BYTES]))
 def test_any_state_comes_back_bit_for_bit(tmp_path_factory, tensors, max_file_bytes):
     folder = tmp_path_factory.mktemp("store")

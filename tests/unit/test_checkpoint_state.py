@@ -24,7 +24,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.dictionaries(st.text(), values))
 def test_facts_survive_json_without_loss(known):
     assert repr(facts.decode(facts.encode(known))) == repr(known)
@@ -111,7 +111,6 @@ def test_the_digest_tells_apart_what_differs(other):
     assert digest(other) != digest({"a": torch.zeros(4)})
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 3), max_size=3))
 def test_every_type_can_be_described_and_digested(name, shape):
     tensor = torch.zeros(shape).to(TORCH_DTYPES[name])

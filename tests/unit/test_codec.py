@@ -1,7 +1,7 @@
 """Numbers as int8: how far off they may be, and that nothing is lost for good."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.comm.codec import BLOCK, decode, encode, encode_rest, num_packed
@@ -9,7 +9,6 @@ from shoal.comm.codec import BLOCK, decode, encode, encode_rest, num_packed
 floats = st.floats(-1e6, 1e6, width=32)
 
 
-@settings(deadline=None)
 @given(st.lists(floats, min_size=1, max_size=3 * BLOCK))
 def test_an_element_is_off_by_half_a_scale_at_most(numbers):
     values = torch.tensor(numbers, dtype=torch.float32)
@@ -36,7 +35,6 @@ def test_it_takes_a_quarter_of_the_bytes():
     assert num_packed(2**20) < 4 * 2**20 / 3.9
 
 
-@settings(deadline=None)  # the first message starts torch's threads
 @given(st.integers(0, 2**32 - 1), st.integers(1, 20))
 def test_what_is_left_over_is_sent_later(seed, rounds):
     """The sum of what arrived is the sum of what was sent, but for what one message leaves over."""

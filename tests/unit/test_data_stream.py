@@ -69,7 +69,7 @@ def test_epochs_end_when_the_stream_ends() -> None:
     assert afters[-1] == Place(step=6, epoch=3, offset=0, position=21)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=3),
     st.integers(1, 12),
@@ -86,7 +86,7 @@ def test_workers_share_a_stream_without_a_word(
     assert used == [*Lengths(*lengths)] + [1000 + n for n in range(lengths[min(1, len(lengths) - 1)])]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=3), st.integers(1, 8), st.data())
 def test_resuming_from_the_position_alone_walks_to_the_same_place(
     lengths: list[int], batch_size: int, data: st.DataObject

@@ -27,7 +27,7 @@ def samples_of_step(ledger: Ledger, position: int, shares: list[float], **how: o
     return np.concatenate([piece.ids for plan in plans for piece in plan.pieces] or [np.empty(0, np.int64)])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(ledgers, st.lists(worlds, min_size=1, max_size=5), st.booleans(), st.none() | st.integers(1, 40))
 def test_every_sample_once_and_in_the_same_order_for_any_workers(
     ledger: Ledger, world_of_step: list[list[float]], merge: bool, max_piece: int | None
@@ -47,7 +47,7 @@ def test_every_sample_once_and_in_the_same_order_for_any_workers(
         assert np.array_equal(one, ledger.ids(epoch, 0, ledger.num_samples))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(ledgers, worlds, worlds, st.integers(0, 600))
 def test_a_shard_holds_the_same_samples_whoever_reads_it(
     ledger: Ledger, some: list[float], others: list[float], step: int
@@ -61,7 +61,7 @@ def test_a_shard_holds_the_same_samples_whoever_reads_it(
     assert shards(some) == shards(others)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(ledgers, st.integers(0, 2000))
 def test_steps_and_positions_are_two_names_of_one_thing(ledger: Ledger, step: int) -> None:
     position = ledger.position(step)
@@ -80,7 +80,7 @@ def test_shards_differ_by_one_sample_at_most(count: int, num_shards: int) -> Non
     assert [start for start, _ in shards[1:]] == [stop for _, stop in shards[:-1]]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 200), st.integers(1, 20), st.booleans(), st.none() | st.integers(1, 50), st.data())
 def test_pieces_respect_their_limit_and_prefer_shard_boundaries(
     count: int, num_shards: int, merge: bool, max_piece: int | None, data: st.DataObject

@@ -38,7 +38,7 @@ def test_every_sample_exactly_once(num_samples: int) -> None:
     assert np.array_equal(np.sort(ids), np.arange(num_samples))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 3000), st.integers(), st.integers(0, 10**6), st.data())
 def test_a_stretch_is_the_same_as_part_of_the_whole(
     num_samples: int, seed: int, epoch: int, data: st.DataObject

@@ -159,7 +159,7 @@ class Story:
                 copy.flight = None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_whoever_is_lost_and_whenever_every_shard_counts_once_in_every_fragment(data):
     fragments = data.draw(st.integers(1, 3))

@@ -30,7 +30,6 @@ def syncs(draw):
     )
 
 
-@settings(deadline=None)
 @given(syncs(), st.integers(0, 10_000), st.lists(paces, max_size=6))
 def test_every_fragment_leaves_once_a_round_and_arrives_before_the_next_leaves(sync, step, story):
     now = first_round(sync, step)
@@ -91,7 +90,7 @@ def test_more_fragments_than_parameters_are_refused():
         cut_fragments(plan_layout([[("a", 4), ("b", 4)]]), 3)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(1, 9), st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(any), st.integers(1, 60))
 def test_dithered_shares_give_every_shard_once_and_stay_within_one_of_the_share(num_shards, shares, steps):
     divide, given_so_far = dithered(num_shards, shares), [0] * len(shares)

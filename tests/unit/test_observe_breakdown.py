@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from observing import event, make_step, make_steps
 
@@ -86,12 +86,10 @@ class TestBreakdown:
         found = break_down({0: steps})
         assert [found.num_bad_losses, found.first_bad_step] == [6, 5]
 
-    @settings(deadline=None)
     @given(st.lists(st.floats(0, 100), max_size=200))
     def test_warmup_is_never_the_run(self, seconds):
         assert count_warmup(seconds) <= max(0, len(seconds) - 2)
 
-    @settings(deadline=None)
     @given(
         st.dictionaries(
             st.integers(0, 5),

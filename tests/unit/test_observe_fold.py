@@ -1,6 +1,6 @@
 """Folding: equal lines of several ranks become one, and nobody's own order changes."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.observe.fold import MAX_HELD, WINDOW_SECONDS, Fold, name_ranks
@@ -82,7 +82,6 @@ moments = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(moments)
 def test_whatever_comes_every_line_leaves_once_in_its_ranks_order_and_in_time(lines):
     fold, now, out, came = Fold(4), 0.0, [], {rank: [] for rank in range(4)}

@@ -81,7 +81,7 @@ class TestTurns:
         turns = merge_turns({0: early, 1: late})
         assert [turn.step for turn in turns] == list(range(20))
 
-    @settings(deadline=None, max_examples=50)
+    @settings(max_examples=50)
     @given(
         st.dictionaries(st.integers(0, 3), st.lists(st.tuples(st.integers(0, 9), st.floats(0, 9)))),
         st.lists(st.tuples(st.sampled_from(["world", "resumed", "worker_lost", "worker_joined"]), st.floats(0, 9))),

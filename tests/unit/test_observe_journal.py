@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from observing import event
 
@@ -103,7 +103,6 @@ json_like = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=10), json_like, max_size=6), st.text(max_size=80))
 def test_every_event_survives_as_at_most_one_short_line(data, kind):
     line = journal.encode(event("x").__class__(kind=kind, time=1.0, data=data), MAX_LINE_BYTES)
@@ -205,7 +204,6 @@ class TestTail:
         assert Tail(str(tmp_path)).read_lines() is None
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.binary(max_size=12).filter(lambda line: b"\n" not in line), max_size=12),
     st.booleans(),

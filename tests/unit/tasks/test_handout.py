@@ -155,7 +155,7 @@ class Simulation:
         self.handout.exited(process.worker, process.incarnation, process.running, "it died", self.now)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 2**32),
     num_items=st.integers(0, 60),
@@ -173,7 +173,7 @@ def test_every_item_has_exactly_one_result(seed, num_items, workers, retries, po
     assert all(simulation.failures.get(number, 0) == retries for number in simulation.given_up)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32), workers=st.integers(1, 4))
 def test_nothing_is_given_up_where_retries_suffice(seed, workers):
     simulation = Simulation(seed, 40, workers, retries=10_000, poison=set())
