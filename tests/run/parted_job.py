@@ -20,7 +20,7 @@ data = torch.randn(120, 6, generator=source), torch.randn(120, 1, generator=sour
 
 def loss(model, batch):
     if made and made[0].world_size < int(os.environ.get("WANTED", "0")):
-        time.sleep(0.2)  # until the lost are replaced
+        time.sleep(0.5)  # until the lost are replaced
     inputs, targets = batch
     return (model(inputs) - targets).square().mean()
 

@@ -80,7 +80,7 @@ def test_a_copy_loses_a_stage_within_a_round_and_one_in_the_middle_of_an_agreeme
     [
         ("pipeline:2", "diloco:6,overlap=2", "auto"),
         ("tensor:2", "local:6,overlap=1", "auto"),
-        ("tensor:2", "diloco:4,fragments=2,codec=int8", "tcp"),
+        ("tensor:2", "local:4,fragments=2,codec=int8", "tcp"),
         ("pipeline:2", "local:0.3s", "tcp"),
     ],
 )

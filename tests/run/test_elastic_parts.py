@@ -69,6 +69,18 @@ def test_layers_in_parts_are_lost_and_come_back(alone):
     assert not run.of("resumed")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["optimizer", "gradients", "parameters"])
+@pytest.mark.parametrize("split", ["pipeline:2", "tensor:2"])
+def test_parts_whose_state_is_divided_are_lost_and_come_back(alone, split, level):
+    """Of two copies, each part has its state in two halves, and each half a mirror with the other copy."""
+    faults = Faults().kill(rank=3, step=6, at="backward").kill(rank=0, step=22, at="summed", incarnation=None)
+    run = run_job(faults, "2:4", split=split, sync=f"sharded:{level}")
+    check_ended(run, alone[False], is_exact=False, at_least=2)
+    assert len(run.strikes) == 2
+    assert not run.of("resumed"), "nothing was read from disk"
+
+
 def test_a_part_that_nobody_else_has_comes_from_the_checkpoint(alone):
     run = run_job(Faults().kill(rank=1, step=17, at="backward"), "2:2", is_exact=True, split="pipeline:2")
     check_ended(run, alone[True], is_exact=True, at_least=2)
