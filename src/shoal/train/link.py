@@ -48,7 +48,7 @@ class Link:
     """One per process. A thread reads what the coordinator says and shows it that this process lives.
 
     `world` is the newest World. `calls` are the top-level calls of trainers that are over, by (trainer, number).
-    `is_held`: the members are to stop after a common step. `is_stopping`: end after this step, with a checkpoint.
+    `is_held`: the members are to stop between two steps. `is_stopping`: end after this step, with a checkpoint.
     `is_aside`: this worker is in the World and has nothing to do in it.
 
     What the trainer is doing is kept in `trainer`, `call`, `step`, `generation` and `is_stepping`, for the beats;

@@ -120,6 +120,7 @@ class Trainer:
             self._room.check(limit)
             self._num_steps: int | None = None
             self._skips = Skips()
+            self._held_in: int | None = None
             self._is_closed = False
             self._measurement = Measurement(self._recorder) if facts.is_measured else None
             self._ending = Ending(facts)
@@ -297,6 +298,7 @@ class Trainer:
             return loss
 
     def _step(self, batch: Batch) -> float:
+        batch = self._stand_still(batch)
         started = time.perf_counter()
         outcome: Outcome | NotFinite | None = None
         while outcome is None:
@@ -464,8 +466,8 @@ class Trainer:
             self._course.repair(totals.checksums)
         if totals.wish == STOP:
             self._end()
-        if totals.wish == HOLD:
-            self._hold()
+        if totals.wish == HOLD and self._team.world is not None:
+            self._held_in = self._team.world.generation
 
     def _skip(self, plan: StepPlan, error: NotFinite) -> float:
         """A step was left out, on all workers alike; after several in a row go back to the last checkpoint."""
@@ -502,20 +504,25 @@ class Trainer:
 
     # The World.
 
-    def _hold(self) -> None:
-        """Stand still after this step, as all others do, until there is another World."""
-        link = self._team.link
-        assert link is not None
-        assert self._team.world is not None
+    def _stand_still(self, batch: Batch) -> Batch:
+        """Wait for another World, as all others do before this step, if that was agreed on after the last.
+
+        What a script does between two steps is over by now: those who come in know nothing of it.
+        """
+        link, world, held_in = self._team.link, self._team.world, self._held_in
+        self._held_in = None
+        if link is None or world is None or world.generation != held_in:
+            return batch
         link.send(
             "boundary",
-            generation=self._team.world.generation,
+            generation=world.generation,
             trainer=link.trainer,
             call=link.call,
             step=self.place.step,
             most_leaving=self._team.most_leaving,
         )
         self._team.reform(self._course)
+        return self._after_loss(batch) or batch
 
     def _standing(self, step: int) -> Standing:
         assert self._team.sync is not None
