@@ -298,8 +298,10 @@ class Trainer:
             return loss
 
     def _step(self, batch: Batch) -> float:
-        batch = self._stand_still(batch)
-        started = time.perf_counter()
+        current = self._stand_still(batch)
+        if current is None:
+            return self._loss_of_others()
+        batch, started = current, time.perf_counter()
         outcome: Outcome | NotFinite | None = None
         while outcome is None:
             is_interrupted = False
@@ -320,7 +322,7 @@ class Trainer:
                 if outcome is None:  # it never happened: again, with other shards
                     following = self._after_loss(batch)
                     if following is None:
-                        return self._team.sync.loss if isinstance(self._team.sync, LocalSync) else math.nan
+                        return self._loss_of_others()
                     batch = following
         if isinstance(outcome, NotFinite):
             return self._skip(batch.plan, outcome)
@@ -331,6 +333,10 @@ class Trainer:
         elif outcome.totals.wish == STOP:  # all else that the workers said to each other was about another World
             self._end()
         return outcome.totals.loss
+
+    def _loss_of_others(self) -> float:
+        """Of a step that was taken without us."""
+        return self._team.sync.loss if isinstance(self._team.sync, LocalSync) else math.nan
 
     def _after_loss(self, batch: Batch) -> Batch | None:
         """What to do instead of a batch that was interrupted; None where it was done without us, and nothing follows.
@@ -504,10 +510,11 @@ class Trainer:
 
     # The World.
 
-    def _stand_still(self, batch: Batch) -> Batch:
+    def _stand_still(self, batch: Batch) -> Batch | None:
         """Wait for another World, as all others do before this step, if that was agreed on after the last.
 
-        What a script does between two steps is over by now: those who come in know nothing of it.
+        What a script does between two steps is over by now: those who come in know nothing of it. Returns what is to
+        be done then, see `_after_loss`.
         """
         link, world, held_in = self._team.link, self._team.world, self._held_in
         self._held_in = None
@@ -522,7 +529,7 @@ class Trainer:
             most_leaving=self._team.most_leaving,
         )
         self._team.reform(self._course)
-        return self._after_loss(batch) or batch
+        return self._after_loss(batch)
 
     def _standing(self, step: int) -> Standing:
         assert self._team.sync is not None
