@@ -6,7 +6,6 @@ call `init_process_group` itself.
 
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,8 +22,9 @@ from shoal.comm.roll import LOOK_SECONDS, Roll
 from shoal.spec.errors import UserError
 
 _CONNECT_SECONDS = 30.0
-_RETIRE_SECONDS = 2.0
-_RETIRED: deque[tuple[float, Any]] = deque()
+_LET_GO_SECONDS = 0.05
+"""A backend is not destroyed sooner after its last call. Its destructor holds the interpreter while it waits for
+gloo's threads, and one that has just done the last work of a backward needs the interpreter to let go of that."""
 _OPS: dict[Op, Any] = {Op.SUM: dist.ReduceOp.SUM, Op.MAX: dist.ReduceOp.MAX, Op.MIN: dist.ReduceOp.MIN}
 
 
@@ -50,7 +50,7 @@ class TcpGroup:
             raise self._roll.roll_call(f"could not connect to every rank: {error}") from error
         self._backends: dict[str, Any] = {"cpu": gloo}
         self._letters = [Letters(gloo, self._backend, self._roll, peer) for peer in range(self.size)]
-        self._num_calls, self._previous = 0, 0
+        self._num_calls, self._previous, self._last_call = 0, 0, 0.0
         self._known: set[tuple[int, int]] = set()
 
     def all_reduce(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Work:
@@ -107,7 +107,7 @@ class TcpGroup:
             self._roll.leave(f"call/{self._num_calls}")
         for backend in self._backends.values():
             backend.abort()
-            _retire(backend)
+        time.sleep(max(0.0, self._last_call + _LET_GO_SECONDS - time.monotonic()))
         self._backends.clear()
         self._letters.clear()
 
@@ -117,7 +117,7 @@ class TcpGroup:
         if step not in self._known:
             self._roll.compare(name, code)
             self._known.add(step)
-        self._previous = code
+        self._previous, self._last_call = code, time.monotonic()
         try:
             work = begin(self._backend(flat.device))
         except RuntimeError as error:
@@ -174,18 +174,6 @@ class StreamWork:
             self._work.wait()
         except RuntimeError as error:
             raise self._roll.roll_call(str(error)) from error
-
-
-def _retire(backend: Any) -> None:
-    """Let go of a backend, but not at once.
-
-    Its destructor holds the interpreter while it waits for gloo's threads, and one that has just done the last work
-    of a backward needs the interpreter to let go of it. Some seconds later none has.
-    """
-    now = time.monotonic()
-    while _RETIRED and _RETIRED[0][0] < now - _RETIRE_SECONDS:
-        _RETIRED.popleft()
-    _RETIRED.append((now, backend))
 
 
 def _make_gloo(meeting: Rendezvous, device: Any) -> Any:
