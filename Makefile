@@ -9,7 +9,7 @@ demo: $(VENV)/.ready
 	$(BIN)/shoal demo
 
 # Two at a time: tests that compute beside those that start processes, and mostly wait for them.
-COMPUTING := tests/unit tests/simulation tests/contract
+COMPUTING := tests/unit tests/simulation tests/contract tests/numerics
 
 test: $(VENV)/.dev
 	$(MAKE) --no-print-directory --jobs=2 test-computing test-processes
