@@ -87,9 +87,9 @@ def launch(
     """Call `function(*args, **kwargs)` in `num_workers` new processes; returns what each returned, by rank.
 
     The processes see the same variables as under `shoal run` (RANK, WORLD_SIZE, ...). Functions of a script or a
-    notebook cell, lambdas and closures travel by value; the script itself is not
-    run again, so it needs no `if __name__ == "__main__"`. If a worker fails, the others are stopped and WorkerError
-    is raised with its traceback. Interrupting the call ends all workers.
+    notebook cell, lambdas and closures travel by value; the script itself is not run again, so it needs no
+    `if __name__ == "__main__"`. If a worker fails, the others are stopped and WorkerError is raised with its
+    traceback. Interrupting the call ends all workers.
     """
     from shoal.engine.call import CallFiles, name_of, pack_call
 

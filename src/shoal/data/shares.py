@@ -52,12 +52,11 @@ def rebalance(
     seconds_per_sample: Sequence[float | None],
     *,
     num_shards: int,
-    min_gain: float = MIN_GAIN,
 ) -> tuple[float, ...]:
     """New shares from the measured seconds per sample of each worker; None where nothing was measured.
 
     A step lasts as long as its slowest worker, so the ideal share is inverse to the seconds. Nothing changes unless
-    whole shards at the ideal make the step faster by `min_gain`: less is noise. Shares then move half of the way for
+    whole shards at the ideal make the step faster by `MIN_GAIN`: less is noise. Shares then move half of the way for
     a gain that might be noise, and all of it for one that cannot be. Unmeasured workers and those with share 0 keep
     what they have. Where nothing changes, the very same shares are returned.
     """
@@ -69,9 +68,9 @@ def rebalance(
     ideal = _ideal_shares(current, seconds_per_sample, known)
     now = _step_seconds(num_shards, current, seconds_per_sample)
     gain = 1 - _step_seconds(num_shards, ideal, seconds_per_sample) / now
-    if gain < min_gain:
+    if gain < MIN_GAIN:
         return tuple(shares)
-    damping = min(1.0, gain / (2 * min_gain))
+    damping = min(1.0, gain / (2 * MIN_GAIN))
     return tuple(old + damping * (new - old) for old, new in zip(current, ideal, strict=True))
 
 

@@ -209,6 +209,11 @@ def _extent(parameter: torch.Tensor) -> int:
     return (1 + sum((size - 1) * stride for size, stride in steps)) * parameter.element_size()
 
 
+def num_bytes_of(model: nn.Module) -> int:
+    """What the parameters that a model holds here take."""
+    return sum(each.numel() * each.element_size() for each in model.parameters())
+
+
 def shorten(names: Sequence[str], most: int = 4) -> str:
     """A few names and how many more there are."""
     more = len(names) - most

@@ -18,6 +18,7 @@ from shoal.data.ledger import Ledger
 from shoal.engine.env import WorkerFacts
 from shoal.engine.machine import forget_peak, free_memory, peak_memory_bytes, used_memory_bytes
 from shoal.spec.errors import UserError
+from shoal.train.flat import num_bytes_of
 from shoal.train.freed import give_back, give_back_at_once
 from shoal.train.settings import Settings
 from shoal.train.traits import Traits
@@ -298,7 +299,7 @@ def make_room(
 
 def agree_on_piece(room: Room, model: nn.Module, group: Group) -> int:
     """How many samples fit at a time on the worker that has the least room for its part of the model."""
-    state_bytes = STATE * sum(each.numel() * each.element_size() for each in model.parameters())
+    state_bytes = STATE * num_bytes_of(model)
     fitting = torch.tensor([-float(room.propose(state_bytes))])
     group.all_reduce(fitting, Op.MAX).wait()
     return int(-fitting)

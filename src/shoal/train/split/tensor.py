@@ -14,7 +14,7 @@ from shoal.train.agree import check_agreement
 from shoal.train.chunked import is_elementwise
 from shoal.train.compute import Compute, uncompiled
 from shoal.train.cut import Cut, Held, Slice
-from shoal.train.flat import shorten
+from shoal.train.flat import num_bytes_of, shorten
 from shoal.train.freed import give_back
 from shoal.train.groups import Groups
 from shoal.train.saving import say
@@ -144,7 +144,7 @@ class TensorDraft:
         """Cut the model, and tell how. Raises UserError where it is not the same afterwards."""
         assert groups.slices is not None
         model, material = self._model, self._material
-        region, before = Parts(groups.slices), _num_bytes(model)
+        region, before = Parts(groups.slices), num_bytes_of(model)
         split = CutLayers(Whole(material.compute, material.rank, material.reach), region)
         if known is not None:
             _check_same_plan(_written(self._plan), known["plan"])
@@ -157,7 +157,7 @@ class TensorDraft:
         return split, cut
 
     def _tell(self, before: int) -> None:
-        facts = {"layers": _written(self._plan), "bytes_whole": before, "bytes_held": _num_bytes(self._model)}
+        facts = {"layers": _written(self._plan), "bytes_whole": before, "bytes_held": num_bytes_of(self._model)}
         recorder = self._material.recorder
         if recorder.rank == 0:
             recorder.event("tensor_plan", None, **facts)
@@ -208,10 +208,6 @@ def _check_same_kernels(group: Group) -> None:
         "the kind of processor": torch.backends.cpu.get_cpu_capability(),
     }
     check_agreement(group, facts)
-
-
-def _num_bytes(model: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def _summary(num_parts: int, facts: Mapping[str, Any]) -> str:

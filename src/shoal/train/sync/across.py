@@ -34,11 +34,6 @@ class Across:
         """Add up over all parts."""
         self._parts.all_reduce(values).wait()
 
-    @property
-    def copy(self) -> int:
-        """Which copy these parts are of."""
-        return self._group.rank // self._parts.size
-
     def largest(self, values: torch.Tensor) -> None:
         """What is the largest on any part, on all parts: for what each would decide on by itself."""
         self._parts.all_reduce(values, Op.MAX).wait()

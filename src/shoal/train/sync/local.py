@@ -187,8 +187,7 @@ class LocalSync:
     ) -> Outcome | NotFinite | None:
         """A step is nobody else's: there is none to complete, only what was on its way, and within a copy a batch."""
         is_taken_in = self._agreement.judge(gather)
-        place = asdict(self._agreement.place)
-        copy = self._across.copy if self._across is not None else self._agreement.copy
+        place, copy = asdict(self._agreement.place), self._agreement.copy
         mine = {"copy": copy, "learned": self._num_learned, "square": self._square.hex(), "place": place}
         told = [json.loads(text) for text in gather("settled", json.dumps(mine)) if text]
         self._stand_with([each for each in told if each["copy"] == copy])

@@ -97,7 +97,7 @@ class Agreement:
 
     @property
     def copy(self) -> int:
-        """Which of the copies this is."""
+        """Which of the copies this is, or is a part of: the group has one member of each."""
         return self._group.rank
 
     @property
@@ -228,10 +228,7 @@ class Agreement:
         """Everybody holds the means. Without this a loss could find them taken in by some and not by others."""
         if self._is_elastic:
             self._reach("summed")
-            if self._across is not None:
-                self._across.vote()
-            else:
-                self._group.barrier()
+            (self._across.vote if self._across is not None else self._group.barrier)()
             self._reach("updating")
 
     # What arrives.
