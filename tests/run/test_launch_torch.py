@@ -37,6 +37,31 @@ def test_two_workers_sum_and_the_first_cause_is_found(box: Box) -> None:
     assert "Aborted" not in done.stdout
 
 
+def test_a_script_ends_when_the_threads_of_gloo_have_let_go(box: Box) -> None:
+    """One that needs the interpreter after its end would abort the process; here Python plays one that is slow."""
+    source = """
+        import ctypes, sys, threading, time
+
+        def work():
+            ctypes.CDLL(None).prctl(15, b"pt_gloo_runloop", 0, 0, 0)
+            started.set()
+            until = time.monotonic() + 0.4
+            while time.monotonic() < until:
+                pass
+            print("let go", flush=True)
+            time.sleep(60)
+
+        sys.modules["torch.distributed"] = sys
+        started = threading.Event()
+        threading.Thread(target=work, daemon=True).start()
+        started.wait()
+    """
+    box.write("slow.py", source)
+    done = box.run("run", "-n", "1", "slow.py")
+    assert done.returncode == 0, done.stderr
+    assert box.log(0) == "let go\n"
+
+
 def test_tensorflow_is_told_where_everyone_listens(box: Box) -> None:
     """What a worker of TensorFlow does first: it listens on its own port, and the port is free for it alone."""
     source = """

@@ -9,6 +9,7 @@ says what TARGET is: `script` (a file), `module` (as with `python -m`), `program
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import gc
 import os
@@ -38,6 +39,7 @@ def main(control_fd: str, world_fd: str, rank: str, stacks_path: str, kind: str,
     show_stacks_when_asked(stacks_path)
     sys.meta_path.insert(0, TorchFinder())
     pid = os.getpid()
+    atexit.register(let_gloo_finish, pid)
     try:
         RUN[kind](target, list(args))
     except SystemExit as error:
@@ -97,7 +99,6 @@ def show_stacks_when_asked(path: str) -> None:
 
 def leave(code: int) -> None:
     """End as Python does, but for destructors: those of native libraries tend to abort or hang after a failure."""
-    import atexit
     import threading
 
     try:
@@ -107,6 +108,37 @@ def leave(code: int) -> None:
         sys.stderr.flush()
     finally:
         os._exit(code)
+
+
+def let_gloo_finish(pid: int) -> None:
+    """Let gloo's threads drop the tensors of their last work, which takes the interpreter, while there is one.
+
+    A thread that asks for it during the end of Python is made to exit, which C++ answers with abort: scripts that did
+    everything right die of it on a busy machine. It has finished when it sleeps though the interpreter is free.
+    """
+    if os.getpid() != pid or "torch.distributed" not in sys.modules:
+        return
+    deadline, before = time.monotonic() + 1.0, None
+    while time.monotonic() < deadline:
+        now = gloo_activity()
+        if not now or (now == before and "R" not in {state for _, state, _ in now}):
+            return
+        before = now
+        time.sleep(0.005)
+
+
+def gloo_activity() -> list[tuple[str, str, str]]:
+    """Id, state, and how often it slept, of each thread of gloo that works off calls. Only Linux tells."""
+    found = []
+    for thread in os.listdir("/proc/self/task") if sys.platform == "linux" else ():
+        try:
+            with open(f"/proc/self/task/{thread}/status") as file:
+                facts = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
+        except OSError:  # it has just ended
+            continue
+        if facts["Name"] == "pt_gloo_runloop":
+            found.append((thread, facts["State"][0], facts["voluntary_ctxt_switches"]))
+    return found
 
 
 def end_with_parent() -> None:
