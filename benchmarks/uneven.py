@@ -1,8 +1,8 @@
 """Three workers of speeds 1, 2 and 4, of which one changes on the way: how much of their summed speed is used.
 
-A worker's speed is a sleep for each sample, in the loss: three workers that compute would share two cores. DDP gives
-everyone the same number of samples. The gradient is right if the parameters are those of one process: that is checked
-with `exact=True`, to the last bit, in a run of its own.
+A worker's speed is a time for each sample, of which it sleeps what computing the loss leaves: three workers that only
+computed would share two cores. DDP gives everyone the same number of samples. The gradient is right if the parameters
+are those of one process: that is checked with `exact=True`, to the last bit, in a run of its own.
 """
 
 import os
@@ -127,9 +127,10 @@ def work(folder: str, how: str) -> None:
     ended: list[float] = []
 
     def loss(model: Any, batch: Any) -> Any:
-        speed = (BEFORE if len(ended) < CHANGE_STEP else AFTER)[rank]
-        time.sleep(len(batch[0]) * unit / speed)
-        return functional.cross_entropy(model(batch[0]), batch[1])
+        began, speed = time.perf_counter(), (BEFORE if len(ended) < CHANGE_STEP else AFTER)[rank]
+        value = functional.cross_entropy(model(batch[0]), batch[1])
+        time.sleep(max(0.0, began + len(batch[0]) * unit / speed - time.perf_counter()))
+        return value
 
     if how == "DDP":
         kept = _train_ddp(model, loss, optimizer, data, ended)  # noqa: F841

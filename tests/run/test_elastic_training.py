@@ -68,8 +68,7 @@ def test_twenty_kills(clean):
     check_ended_well(run_job(faults, "long", "2:3"), clean["long"], num_strikes=20)
 
 
-@pytest.mark.slow
-def test_a_loop_of_ones_own_and_an_optimizer_that_cannot_be_divided(clean):
+def test_a_loop_of_ones_own_that_evaluates_after_every_step(clean):
     faults = (
         Faults()
         .fail(rank=1, step=10, error="a broken cable", retryable=True)
@@ -80,6 +79,18 @@ def test_a_loop_of_ones_own_and_an_optimizer_that_cannot_be_divided(clean):
     run = run_job(faults, "loop", "2:3")
     check_ended_well(run, clean["loop"], num_strikes=len(faults))
     assert "a broken cable" in str([event.data for event in run.of("error")])
+
+
+def test_too_few_finish_what_they_do_between_steps_and_wait_then(clean):
+    run = run_job(Faults(), "loop", "2:2", ELASTIC_WANTED="2")
+    check_ended_well(run, clean["loop"])
+    assert [event.rank for event in run.of("worker_lost")] == [1]
+    assert run.of("waiting_for_workers")
+    seen = [len(world.data["members"]) for world in run.of("world")]
+    assert seen == [2, 1, 2], "one goes on to the end of the evaluation"
+    begun = [event.step for event in run.of("worker_settings") if event.rank == 1]
+    assert begun[0] == 0
+    assert 40 <= begun[1] <= 42, "it is asked to wait as soon as it is at work alone"
 
 
 def test_killed_inside_evaluate_and_predict(clean):

@@ -127,23 +127,22 @@ def _publish_forced(state: Membership, members: Sequence[Process], places: Place
     """Somebody is dead: the survivors go on at once.
 
     Where they are too few they wait for newcomers, who can be let in here if a step was interrupted: it is settled
-    first, and then all stand at its end. In the middle of an evaluation nobody can: then the few finish that.
+    first, and then all stand at its end. In the middle of an evaluation nobody can: then the few finish that, and
+    wait before their next step.
     """
-    if len(members) >= state.min_workers or state.is_ending:
+    if len(members) >= state.min_workers or state.is_ending or not places.are_stepping:
         return _make_world(state, members, [], now)
-    if not places.are_stepping:
-        state, noted = _wait_for_workers(state, len(members))
-        state, made = _make_world(state, members, [], now)
-        return state, [*made, *noted]
     together = [*members, *_joiners(state, places)]
-    if len(together) < state.min_workers and _can_more_come(state, together):
+    if _are_too_few(state, together):
         return _wait_for_workers(state, len(together))
     state, made = _make_world(state, together, [], now)
     return state, [*made, *_note_few(state, len(together))]
 
 
-def _can_more_come(state: Membership, present: Sequence[Process]) -> bool:
-    """Somebody who is wanted may still come: it is not here, and is not one who found that it cannot."""
+def _are_too_few(state: Membership, present: Sequence[Process]) -> bool:
+    """They have to wait for more. Those may still come: one is not here who did not find that it cannot."""
+    if len(present) >= state.min_workers or state.is_ending:
+        return False
     missing = set(range(state.num_wanted)) - {process.worker for process in present}
     return any(w not in state.processes or state.processes[w].phase is not Phase.IDLE for w in missing)
 
@@ -159,20 +158,25 @@ def _hold(state: Membership, members: Sequence[Process], places: Places, now: fl
     assert state.world is not None
     if state.is_held or not state.is_entered or now < state.next_hold:
         return state, []
-    if not (_joiners(state, places) or _too_many(state, members)):
+    if not (_joiners(state, places) or _too_many(state, members) or _are_too_few(state, members)):
         return state, []
     message = hold_message(state.world.generation)
     return replace(state, is_held=True), [Tell(process.worker, message) for process in members]
 
 
 def _publish_held(state: Membership, members: Sequence[Process], places: Places, now: float) -> Step:
-    """All stand still: let newcomers in and those too many go. Where nothing changes they go on as they are."""
+    """All stand still: let newcomers in and those too many go. Where nothing changes they go on as they are.
+
+    Too few wait here.
+    """
     joiners, leaving = _joiners(state, places), _too_many(state, members)[: state.most_leaving]
     is_late = any(p.phase is Phase.READY and p not in joiners for p in state.processes.values())
     if is_late and not state.is_ending and now - state.standing_since < GRACE_SECONDS:
         return state, []
     if len(members) - len(leaving) + len(joiners) < state.min_workers:
         leaving = []
+    if _are_too_few(state, [*members, *joiners]):
+        return _wait_for_workers(state, len(members) + len(joiners))
     is_fruitless = not joiners and not leaving
     fruitless = state.num_fruitless + 1 if is_fruitless else 0
     pause = min(LONGEST_PAUSE, 2.0**state.num_fruitless) if is_fruitless else 0.0

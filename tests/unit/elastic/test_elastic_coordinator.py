@@ -211,7 +211,27 @@ def test_too_few_inside_an_evaluation_finish_it_first():
     run.beat(0, 1, is_stepping=False)
     run.exit(1)
     assert run.worlds() == {0: ("0.0",)}
-    assert "waiting_for_workers" in run.notes()
+    run.gather(0, 1)
+    run.beat(0, is_stepping=False)
+    assert run.told("hold") == [0]
+    run.stand(0)
+    assert run.notes() == ["waiting_for_workers"]
+    assert not run.worlds()
+    run.start(1)
+    run.ready(1)
+    assert run.worlds() == dict.fromkeys((0, 1), ("0.0", "1.1"))
+
+
+def test_too_few_that_stand_go_on_when_the_run_ends():
+    run = Run(2, min_workers=2).all_in()
+    run.beat(0, 1, is_stepping=False)
+    run.exit(1)
+    run.gather(0, 1)
+    run.beat(0)
+    run.stand(0)
+    assert not run.worlds()
+    run.do(run.coordinator.stopping("Ctrl-C", 0.0))
+    assert run.worlds() == {0: ("0.0",)}
 
 
 def test_who_ends_well_is_not_replaced_nor_is_anyone_after():
