@@ -7,7 +7,8 @@ the same answer without asking each other.
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from math import sqrt
 from statistics import median
 
 from shoal.spec.errors import BugError
@@ -88,35 +89,55 @@ def _step_seconds(num_shards: int, shares: Sequence[float], seconds: Sequence[fl
     return max(count * (each or 0.0) for count, each in zip(counts, seconds, strict=True))
 
 
-FEW_STEPS = 3
+WINDOW_STEPS, FEW_STEPS = 64, 3
 SHIFT = 1.25
+RARE = 0.1
+"""Few steps were slower, or faster, than the last ones, if it were so many: then a change is believed at once."""
+DOUBTS = 2.0
 
 
 class Speed:
     """A worker's seconds per sample: the median of its last steps, so that one hiccup does not count.
 
-    A few steps in a row that are all much slower or all much faster are no hiccup: what was before is forgotten.
+    A few steps in a row that are all much slower or all much faster than was usual are no hiccup: what was before is
+    forgotten. What is told changes only by more than the steps leave in doubt: on a busy machine they differ so much
+    that shares would change all the time, and mostly for the worse.
     """
 
-    def __init__(self, window: int = 16) -> None:
-        self._recent: deque[float] = deque(maxlen=window)
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._told: float | None = None
 
     def add(self, seconds: float, num_samples: int) -> None:
         if not num_samples:
             return
         self._recent.append(seconds / num_samples)
         rates = list(self._recent)
-        before, last = rates[:-FEW_STEPS], rates[-FEW_STEPS:]
-        if len(before) >= FEW_STEPS and (min(last) > SHIFT * median(before) or max(last) * SHIFT < median(before)):
+        before, last = sorted(rates[:-FEW_STEPS]), rates[-FEW_STEPS:]
+        if len(before) >= FEW_STEPS and _is_shift(before, last):
             self._recent.clear()
             self._recent.extend(last)
 
     def clear(self) -> None:
         self._recent.clear()
+        self._told = None
 
     def seconds_per_sample(self) -> float | None:
         """None until a few steps were measured."""
-        return median(self._recent) if len(self._recent) >= FEW_STEPS else None
+        if len(self._recent) < FEW_STEPS:
+            return None
+        now = median(self._recent)
+        doubt = median(abs(one - other) for one, other in pairwise(self._recent)) / sqrt(len(self._recent))
+        if self._told is None or abs(now - self._told) > DOUBTS * doubt:
+            self._told = now
+        return self._told
+
+
+def _is_shift(before: Sequence[float], last: Sequence[float]) -> bool:
+    """Whether the last steps took as long as few of those before, which are sorted; and not just a little longer."""
+    usual, rare = before[len(before) // 2], int(RARE * len(before))
+    is_slower = min(last) > max(SHIFT * usual, before[-1 - rare])
+    return is_slower or max(last) < min(usual / SHIFT, before[rare])
 
 
 Division = Callable[[int], tuple[range, ...]]
