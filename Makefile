@@ -3,22 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-computing test-processes check chaos bench clean
+.PHONY: demo test check chaos bench clean
 
 demo: $(VENV)/.ready
 	$(BIN)/shoal demo
 
-# Two at a time: tests that compute beside those that start processes, and mostly wait for them.
-COMPUTING := tests/unit tests/simulation tests/contract tests/numerics
-
+# Two files at a time: most tests start processes, and half of the time wait for them.
 test: $(VENV)/.dev
-	$(MAKE) --no-print-directory --jobs=2 test-computing test-processes
-
-test-computing:
-	$(BIN)/python -m pytest -m "not slow" $(COMPUTING)
-
-test-processes:
-	$(BIN)/python -m pytest -m "not slow" $(addprefix --ignore=,$(COMPUTING))
+	$(BIN)/python -m pytest -m "not slow" --numprocesses=2 --dist=loadfile
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -76,7 +76,7 @@ def compete(rounds: int, is_quick: bool) -> dict[str, Any]:
     workload = WORKLOADS["MLP"](True) if is_quick else small_step()
     steps, turns, calls, paced = (2, 1, 20, 5) if is_quick else (STEPS, TURNS, CALLS, PACED_STEPS)
     with process_group(), Ours(workload, OPTIMIZERS["SGD"], 2 * workload.samples, balance=False) as ours:
-        record, last = ours.trainer._record, []
+        record, last = ours.trainer._steps._record, []
 
         def keep(*args: Any) -> None:
             last[:] = args
@@ -84,7 +84,7 @@ def compete(rounds: int, is_quick: bool) -> dict[str, Any]:
 
         def stepping(with_record: Callable[..., None]) -> Callable[[], None]:
             def step() -> None:
-                ours.trainer._record = with_record
+                ours.trainer._steps._record = with_record
                 ours()
 
             return step

@@ -23,6 +23,11 @@ PEER_PYTHONS: dict[str, str] = {}
 """The Python to run a peer with, by the peer's name, where it has an environment of its own."""
 
 
+def say(progress: str) -> None:
+    """What is being measured now, for whoever waits; the result goes elsewhere."""
+    print(progress, file=sys.stderr, flush=True)
+
+
 def interleave(contenders: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Let every contender have its turn in every round. Each call returns what it measured, such as seconds."""
     samples: dict[str, list[float]] = {name: [] for name in contenders}

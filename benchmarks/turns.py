@@ -17,7 +17,7 @@ import shoal
 from benchmarks.workloads import Workload
 from shoal.comm.connect import connect
 from shoal.comm.group import Group
-from shoal.train.loop import Batch
+from shoal.train.steps import Batch
 
 Step = Callable[[], object]
 MakeOptimizer = Callable[..., torch.optim.Optimizer]

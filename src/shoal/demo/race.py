@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
-from shoal.train.loop import Batch
+from shoal.train.steps import Batch
 
 ROUNDS, STEPS, SAMPLES = 5, 4, 128
 
