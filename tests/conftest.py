@@ -1,12 +1,17 @@
 """What every test may use."""
 
 import re
+import sys
 from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from shoal.testing.rigs.machine import LACKS
+
+# The program that runs tests has a name. One of pytest-xdist has none, and looks like `python -c`.
+if not hasattr(sys.modules["__main__"], "__file__"):
+    sys.modules["__main__"].__file__ = "pytest"
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("shoal", deadline=None, suppress_health_check=[HealthCheck.too_slow])
