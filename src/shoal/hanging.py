@@ -32,7 +32,9 @@ class HangWatch:
         try:
             if event.kind == "waiting":
                 self._stall.waiting(rank, event.data["members"], float(event.data["seconds"]), now)
-            elif event.kind == "progress" and event.step is not None:
+            elif (
+                event.kind in ("worker_settings", "progress") and event.step is not None
+            ):  # the first is at the start
                 self._stall.stepped(rank, event.step, now)
         except (KeyError, TypeError, ValueError, AttributeError):
             return

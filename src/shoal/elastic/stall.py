@@ -7,7 +7,7 @@ So it may be told a little early: a minute is enough also before the first step.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shoal.elastic.detect import HUNG_EARLY_SECONDS, HUNG_STEPS, hung_seconds
+from shoal.elastic.detect import FEW_STEPS, HUNG_EARLY_SECONDS, HUNG_STEPS, hung_seconds
 from shoal.elastic.recent import Recent
 
 FRESH_SECONDS = 1.5
@@ -42,10 +42,10 @@ class Stall:
     _seen: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def stepped(self, rank: int, step: int, now: float) -> None:
-        """A worker has come so far."""
+        """A worker has come so far. It says so now and then: steps that it took meanwhile count as several."""
         before, at = self._seen.get(rank, (step, now))
-        if step > before:
-            self.steps.add((now - at) / (step - before))
+        if (num_steps := step - before) > 0:
+            self.steps.extend([(now - at) / num_steps] * min(num_steps, FEW_STEPS))
         self._seen[rank] = step, now
 
     def waiting(self, rank: int, members: Iterable[str], seconds: float, now: float) -> None:

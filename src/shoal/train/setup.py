@@ -333,7 +333,7 @@ def check_same_data(group: Group, source: Source, recorder: Recorder) -> None:
         return
     error = UserError(
         f"The workers have different datasets: that of rank {rank} is not that of rank 0.",
-        why="it seems to be cut by rank already, and would be divided a second time",
+        why="it was cut by rank already, and would be divided a second time; or made at random without a seed",
         hint="pass the whole dataset to every worker: shoal divides it, so that each sample is used once",
     )
     # Code that reads samples may have a randomness of its own; columns are what they are.

@@ -52,6 +52,13 @@ def test_before_the_first_steps_a_minute_passes() -> None:
     assert 160.0 <= wait(Stall(), {0: ["1.0"]}, 100.0, 200.0) <= 161.0
 
 
+def test_one_report_of_many_steps_is_enough() -> None:
+    stall = Stall()
+    stall.stepped(0, 0, 99.0)
+    stall.stepped(0, 21, 99.5)
+    assert 110.0 <= wait(stall, {0: ["1.0"]}, 100.0, 200.0) <= 111.0
+
+
 def test_it_is_told_once_and_its_end_too() -> None:
     stall = watched()
     named = wait(stall, {0: ["1.0"]}, 100.0, 120.0)
