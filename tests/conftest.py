@@ -3,15 +3,17 @@
 import re
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from shoal.testing.rigs.machine import LACKS
 
-# The program that runs tests has a name. One of pytest-xdist has none, and looks like `python -c`.
+# The program that runs tests has a file, which processes that are spawned look for. One of pytest-xdist has none, and
+# would look like `python -c`.
 if not hasattr(sys.modules["__main__"], "__file__"):
-    sys.modules["__main__"].__file__ = "pytest"
+    sys.modules["__main__"].__file__ = str(Path(pytest.__file__).with_name("__main__.py"))
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("shoal", deadline=None, suppress_health_check=[HealthCheck.too_slow])
