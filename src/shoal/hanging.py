@@ -27,14 +27,15 @@ class HangWatch:
         self._stall = Stall()
 
     def hear(self, event: Event) -> None:
-        """A worker said that it waits, or how far it is. What makes no sense comes from the user's own code."""
+        """A worker said that it waits, or how far it is: at the start, too, with what it computes with.
+
+        What makes no sense comes from the user's own code.
+        """
         rank, now = event.rank or 0, time.monotonic()
         try:
             if event.kind == "waiting":
                 self._stall.waiting(rank, event.data["members"], float(event.data["seconds"]), now)
-            elif (
-                event.kind in ("worker_settings", "progress") and event.step is not None
-            ):  # the first is at the start
+            elif event.kind in ("worker_settings", "progress") and event.step is not None:
                 self._stall.stepped(rank, event.step, now)
         except (KeyError, TypeError, ValueError, AttributeError):
             return

@@ -92,8 +92,9 @@ def _step_seconds(num_shards: int, shares: Sequence[float], seconds: Sequence[fl
 WINDOW_STEPS, FEW_STEPS = 64, 3
 SHIFT = 1.25
 RARE = 0.1
-"""Few steps were slower, or faster, than the last ones, if it were so many: then a change is believed at once."""
+"""A change of speed is believed at once if no more than this part of the steps before was as slow, or as fast."""
 DOUBTS = 2.0
+"""By how many times its uncertainty a speed must have changed to be told anew."""
 
 
 class Speed:

@@ -136,8 +136,8 @@ def gloo_activity() -> list[tuple[str, str, str]]:
                 facts = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
         except OSError:  # it has just ended
             continue
-        if facts["Name"] == "pt_gloo_runloop":
-            found.append((thread, facts["State"][0], facts["voluntary_ctxt_switches"]))
+        if facts.get("Name") == "pt_gloo_runloop":
+            found.append((thread, facts.get("State", "")[:1], facts.get("voluntary_ctxt_switches", "")))
     return found
 
 
