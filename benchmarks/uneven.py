@@ -122,7 +122,7 @@ def work(folder: str, how: str) -> None:
     torch.manual_seed(0)
     rank, unit = int(os.environ["RANK"]), UNIT_SECONDS / int(os.environ["UNEVEN_SCALE"])
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
-    data = torch.randn(8 * BATCH, 16), torch.randint(0, 4, (8 * BATCH,))
+    data = torch.randn(NUM_STEPS * BATCH, 16), torch.randint(0, 4, (NUM_STEPS * BATCH,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     ended: list[float] = []
 
@@ -138,14 +138,13 @@ def work(folder: str, how: str) -> None:
         import shoal
 
         with shoal.Trainer(model, loss, optimizer, data, batch_size=BATCH, exact=how == "exact") as trainer:
-            while len(ended) < NUM_STEPS:
-                for batch in trainer:
-                    trainer.step(batch)
-                    ended.append(time.perf_counter())
+            for batch in trainer:
+                trainer.step(batch)
+                ended.append(time.perf_counter())
             if rank == 0:
                 Path(folder, "digest").write_text(trainer.digest())
     if rank == 0:
-        Path(folder, "ended").write_text("\n".join(map(str, ended[:NUM_STEPS])))
+        Path(folder, "ended").write_text("\n".join(map(str, ended)))
     if how == "DDP":  # else its destructor may wait forever for gloo's thread, which waits for the interpreter
         os._exit(0)
 
@@ -159,7 +158,7 @@ def _train_ddp(model: Any, loss: Any, optimizer: Any, data: Any, ended: list[flo
     copy = DistributedDataParallel(model)
     share = BATCH // size
     for step in range(NUM_STEPS):
-        at = (step * BATCH + rank * share) % (len(data[0]) - share)
+        at = step * BATCH + rank * share
         optimizer.zero_grad()
         loss(copy, [part[at : at + share] for part in data]).backward()
         optimizer.step()
