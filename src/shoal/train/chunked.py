@@ -145,7 +145,7 @@ class ChunkedOptimizer:
     def changes(self, numbers: range) -> list[torch.Tensor]:
         """Everything that updating these chunks changes and that others need, as flat tensors."""
         flats = [self._flat.values, *self._state.values()]
-        return [flat[self._owned[n].start : self._owned[n].stop] for n in numbers for flat in flats]
+        return [flat[start:stop] for start, stop in spans_of([self._owned[n] for n in numbers]) for flat in flats]
 
     @contextmanager
     def standing_in(
@@ -237,6 +237,15 @@ class ChunkedOptimizer:
             kept = self.optimizer.state[chunk]
             kept.update({name: flat[place.start : place.stop] for name, flat in self._state.items()})
             kept.update(_as_tensors(scalars[place.group], chunk))
+
+
+def spans_of(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
+    """Where chunks are, those that follow each other as one."""
+    spans: list[tuple[int, int]] = []
+    for chunk in chunks:
+        start = spans.pop()[0] if spans and spans[-1][1] == chunk.start else chunk.start
+        spans.append((start, chunk.stop))
+    return spans
 
 
 def _may_fuse(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:

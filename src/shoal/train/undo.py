@@ -1,6 +1,6 @@
 """Updates that somebody else can complete: what chunks were before they are changed, kept where all can see it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -16,13 +16,14 @@ class Undo:
     of a rank that died in the middle puts the batch back and goes on from there, to the same result. A dead
     process's last writes are all visible and in order: the kernel stops it between two instructions.
 
-    `words` are two counters, of batches begun and of batches done, which only grow over all turns.
+    `memory` is of bytes. `words` are two counters, of batches begun and of batches done, which only grow over all
+    turns.
     """
 
     def __init__(
         self, memory: torch.Tensor, words: np.ndarray, reach: Callable[[str], None] = lambda point: None
     ) -> None:
-        self._memory = memory
+        self._memory = memory.numpy()
         self._words = words
         self._reach = reach
 
@@ -36,18 +37,21 @@ class Undo:
         base = turn * (num_batches + 1)
         begun, done = (max(0, int(word) - base) for word in self._words)
         if begun > done:
-            tensors = changes(done)
-            if tensors:
-                torch._foreach_copy_(tensors, self._parts(tensors))
+            for kept, values in self._pairs(changes(done)):
+                values[:] = kept
         for number in range(done, num_batches):
-            tensors = changes(number)
-            if tensors:
-                torch._foreach_copy_(self._parts(tensors), tensors)
+            for kept, values in self._pairs(changes(number)):
+                kept[:] = values
             self._words[0] = base + number + 1
             act(number)
             self._reach("updating")
             self._words[1] = base + number + 1
 
-    def _parts(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        sizes = [tensor.numel() for tensor in tensors]
-        return list(self._memory[: sum(sizes)].split(sizes))
+    def _pairs(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Where each tensor is kept, and the tensor, as bytes: numpy copies them faster than torch does."""
+        start = 0
+        for tensor in tensors:
+            values = tensor.view(torch.uint8).numpy()
+            stop = start + len(values)
+            yield self._memory[start:stop], values
+            start = stop
