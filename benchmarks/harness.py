@@ -103,14 +103,21 @@ def describe_commit() -> str:
         return "unknown"
 
 
+def origin() -> dict[str, Any]:
+    """When, of which commit and on what machine something was measured: for every result that is kept."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": describe_commit(),
+        "machine": describe_machine(),
+    }
+
+
 def record(name: str, measured: Mapping[str, Any]) -> dict[str, Any]:
     """A benchmark's result together with what it takes to judge and repeat it."""
     return {
         "benchmark": name,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
-        "commit": describe_commit(),
-        "machine": describe_machine(),
+        **origin(),
         **measured,
     }
 

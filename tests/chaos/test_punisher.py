@@ -1,7 +1,7 @@
 """The punisher: a worker is killed every few seconds, a thousand times, and the run ends as one in peace.
 
 `PUNISHER_KILLS=60 python -m pytest -m slow tests/chaos/test_punisher.py` is a short one, `PUNISHER_SEED=8` another,
-and with `PUNISHER_RESULT=FILE` what came of it is written there as JSON.
+and with `PUNISHER_RESULT=FILE` what came of it is written there as JSON, with date, commit and machine.
 """
 
 import json
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from benchmarks import harness
 
 KILLS = int(os.environ.get("PUNISHER_KILLS", "1000"))
 SEED = int(os.environ.get("PUNISHER_SEED", "7"))
@@ -166,5 +168,5 @@ def test_a_thousand_kills_change_nothing_but_time(tmp_path):
     told = tell(run_dir, time.monotonic() - began) | {"kills": kills, "exit_code": code}
     told["is_same"] = told["ending"] == sorted(endings_of(clean.stdout))
     if path := os.environ.get("PUNISHER_RESULT"):
-        Path(path).write_text(json.dumps(told, indent=1) + "\n")
+        Path(path).write_text(json.dumps(harness.origin() | told, indent=1) + "\n")
     assert (code, kills, told["is_same"]) == (0, KILLS, True), told
