@@ -1,9 +1,14 @@
-"""How long a run stands still after `kill -9` of one of its 4 workers, and how much of its time is lost by that.
+"""How long a run stands still when one of its 4 workers is killed, freezes or joins, and what of its time is lost.
 
 **Recovery** is from the kill to the first step that is committed in a World without the dead worker, by any survivor.
 In each round an elastic run loses worker after worker: the next kill comes at a random moment once all four are
 back, or after a few seconds without that. Beside it, in the same round, torchrun restarts a DDP script after
 one kill: from the kill to the first step after the restart, which goes on from a checkpoint of the last step.
+
+**Joining** is what a replacement costs the others: how much later than usual the step after it is committed, as
+`shoal explain` tells it, over the median step of that run.
+
+**Freezing** is from SIGSTOP, at a random moment, to the World in which that worker is left behind.
 
 **Effective training time** is of a run that loses a worker every minute: 1 - lost / wall. Lost is what steps around a
 change of the World (a loss, or a replacement that joins) took longer than the median step, all added up; wall is from
@@ -13,6 +18,7 @@ others' cores.
 """
 
 import json
+import math
 import os
 import random
 import signal
@@ -28,10 +34,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import check, summarize
+from shoal.observe.explain import explain
 
 SCRIPTS = Path(__file__).parent / "under_fire"
 NUM_WORKERS = 4
 KILLS_A_ROUND = 30
+FREEZES_A_ROUND = 4
 BACK_SECONDS = 6.0
 """How long all are waited for before the next kill."""
 MINUTES = 4
@@ -45,35 +53,52 @@ TORCHRUN_ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
     chance = random.Random(0)
-    kills_a_round, minutes = (2, 0.2) if is_quick else (KILLS_A_ROUND, MINUTES)
+    num_kills, num_freezes, minutes = (2, 1, 0.2) if is_quick else (KILLS_A_ROUND, FREEZES_A_ROUND, MINUTES)
     ours: list[float] = []
+    joins: list[float] = []
     peers: list[float] = []
+    freezes: list[float] = []
     num_full = 0
     for _ in range(rounds):
-        seconds, full = measure_kills(kills_a_round, chance)
+        seconds, costs, full = measure_kills(num_kills, chance)
         ours += seconds
+        joins += costs
         num_full += full
         peers.append(measure_restart(chance))
+        freezes += measure_freezes(num_freezes, chance)
     spent = measure_time(minutes, EVERY_SECONDS if not is_quick else 5.0, chance)
     return {
         "rows": [_row("shoal", ours), _row("torchrun restart", peers)],
-        "more": {f"a kill every {EVERY_SECONDS:.0f} s": [spent]},
+        "more": {
+            "joining and freezing": [
+                _more_row("a join, join cost / median step", joins),
+                _more_row("a freeze, s until it is left behind", freezes),
+            ],
+            f"a kill every {EVERY_SECONDS:.0f} s": [spent],
+        },
         "checks": [
             check("recovery p50 s", {**summarize(ours), "median": percentile(ours, 50)}, "≤ 0.5"),
             check("recovery p99 s", {**summarize(ours), "median": percentile(ours, 99)}, "≤ 1"),
+            check("join cost / median step", summarize(joins), "≤ 1"),
+            check("seconds until a frozen worker is left behind", summarize(freezes), "≤ 2"),
             check("effective training time", summarize([spent["effective"]]), "≥ 0.98"),
         ],
         "notes": [
             "seconds from kill -9 to the first step committed after it, median (quartiles);",
             f"all {NUM_WORKERS} workers were back before {num_full} of the {len(ours)} kills of shoal",
         ],
-        "samples_seconds": {"shoal": ours, "torchrun restart": peers},
+        "samples_seconds": {"shoal": ours, "torchrun restart": peers, "freezes": freezes},
+        "samples_join_cost_over_median_step": joins,
     }
 
 
 def _row(name: str, seconds: list[float]) -> dict[str, Any]:
     row: dict[str, Any] = {"": name, "kills": len(seconds), "recovery s": summarize(seconds)}
     return row | {"p50": percentile(seconds, 50), "p99": percentile(seconds, 99), "max": max(seconds)}
+
+
+def _more_row(name: str, samples: list[float]) -> dict[str, Any]:
+    return {"": name, "count": len(samples), "p50": summarize(samples)["median"], "max": max(samples)}
 
 
 def percentile(samples: list[float], percent: int) -> float:
@@ -94,8 +119,8 @@ class Run:
         journal = self.folder / "journal.jsonl"
         return read_lines(journal) if journal.exists() else []
 
-    def members(self) -> list[tuple[int, int]]:
-        """Worker number and process of everyone in the newest World."""
+    def members(self) -> list[tuple[str, int]]:
+        """Id and process of everyone in the newest World."""
         events = self.events()
         worlds = [event["data"]["members"] for event in events if event["kind"] == "world"]
         started = {
@@ -103,24 +128,30 @@ class Run:
             for event in events
             if event["kind"] == "worker_started"
         }
-        ids = worlds[-1] if worlds else []
-        return [(int(each.partition(".")[0]), started[each]) for each in ids]
+        return [(each, started[each]) for each in (worlds[-1] if worlds else [])]
 
     def step_times(self) -> list[float]:
         """When each step was first known to be committed, by anyone."""
         first: dict[int, float] = {}
-        for path in self.folder.glob("metrics-*.jsonl"):
-            for line in read_lines(path):
-                first[line["step"]] = min(line["time"], first.get(line["step"], line["time"]))
+        for line in (line for lines in self.steps_by_worker().values() for line in lines):
+            first[line["step"]] = min(line["time"], first.get(line["step"], line["time"]))
         return sorted(first.values())
 
-    def world_times(self) -> list[tuple[float, set[int]]]:
-        """When each World began, and its workers."""
-        return [
-            (event["time"], {int(each.partition(".")[0]) for each in event["data"]["members"]})
-            for event in self.events()
-            if event["kind"] == "world"
-        ]
+    def steps_by_worker(self) -> dict[int, list[dict[str, Any]]]:
+        paths = self.folder.glob("metrics-*.jsonl")
+        return {int(path.stem.partition("-")[2]): read_lines(path) for path in paths}
+
+    def world_times(self) -> list[tuple[float, set[str]]]:
+        """When each World began, and the ids of its members."""
+        worlds = [event for event in self.events() if event["kind"] == "world"]
+        return [(event["time"], set(event["data"]["members"])) for event in worlds]
+
+    def join_costs(self) -> list[float]:
+        """What each join cost the others, over the median step. Where a loss came in between, that cannot be told."""
+        history = explain(str(self.folder)).history
+        assert history is not None
+        usual = statistics.median(after - before for before, after in pairwise(self.step_times()))
+        return [join.cost_seconds / usual for join in history.joins if join.cost_seconds is not None]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -144,37 +175,62 @@ def elastic_run() -> Iterator[Run]:
             yield run
 
 
-def measure_kills(count: int, chance: random.Random) -> tuple[list[float], int]:
-    """Seconds from each kill to the next step, and how many kills found all workers there."""
-    kills: list[tuple[float, int]] = []
+def measure_kills(count: int, chance: random.Random) -> tuple[list[float], list[float], int]:
+    """Seconds from each kill to the next step, what joins cost, and how many kills found all workers there."""
+    kills: list[tuple[float, str]] = []
     num_full = 0
     with elastic_run() as run:
         for _ in range(count):
-            is_full = wait_until(lambda: len(run.members()) == NUM_WORKERS, BACK_SECONDS)
-            time.sleep(chance.uniform(0.0, 0.3))
-            num_full += is_full
-            kills.append(kill_one(run, chance))
+            num_full += wait_until(lambda: len(run.members()) == NUM_WORKERS, BACK_SECONDS)
+            kills.append(strike(run, chance, signal.SIGKILL))
             number = len(kills)
             wait_for(lambda number=number: next_steps(run, kills[number - 1 :])[0] is not None, "it goes on", 0.05)
-        return [seconds for seconds in next_steps(run, kills) if seconds is not None], num_full
+        wait_for(lambda: len(run.members()) == NUM_WORKERS, "all are back")
+        back = time.time()
+        wait_for(lambda: run.step_times()[-1] > back, "it goes on with all")
+        return [seconds for seconds in next_steps(run, kills) if seconds is not None], run.join_costs(), num_full
 
 
-def kill_one(run: Run, chance: random.Random) -> tuple[float, int]:
+def measure_freezes(count: int, chance: random.Random) -> list[float]:
+    """Seconds from each SIGSTOP to the World without that worker."""
+    freezes: list[tuple[float, str]] = []
+    with elastic_run() as run:
+        for _ in range(count):
+            wait_until(lambda: len(run.members()) == NUM_WORKERS, BACK_SECONDS)
+            frozen = strike(run, chance, signal.SIGSTOP)
+            wait_for(lambda frozen=frozen: world_without(run, *frozen) is not None, "it is left behind", 0.05)
+            freezes.append(frozen)
+        found = [world_without(run, *frozen) for frozen in freezes]
+    return [world[0] - at for (at, _), world in zip(freezes, found, strict=True) if world is not None]
+
+
+def strike(run: Run, chance: random.Random, number: signal.Signals) -> tuple[float, str]:
+    """Send a signal to a member at a random moment; returns when that was, and the member's id."""
     wait_for(lambda: len(run.members()) > 1, "somebody can be spared")
-    worker, pid = chance.choice(run.members())
+    time.sleep(chance.uniform(0.0, 0.3))
+    member, pid = chance.choice(run.members())
     now = time.time()
-    os.kill(pid, signal.SIGKILL)
-    return now, worker
+    os.kill(pid, number)
+    return now, member
 
 
-def next_steps(run: Run, kills: list[tuple[float, int]]) -> list[float | None]:
-    """For each kill, seconds to the first step in a World that began after it; None where there is none yet."""
-    worlds, steps = run.world_times(), run.step_times()
+def world_without(run: Run, moment: float, member: str) -> tuple[float, set[str]] | None:
+    """The first World after a moment that this member is not in: when it began, and who is."""
+    return next(((at, ids) for at, ids in run.world_times() if at > moment and member not in ids), None)
+
+
+def next_steps(run: Run, kills: list[tuple[float, str]]) -> list[float | None]:
+    """For each kill, seconds to the first step that a survivor committed in a World without the dead worker.
+
+    None where there is none yet. Survivors are those of that World.
+    """
+    steps = run.steps_by_worker()
     found: list[float | None] = []
-    for killed, _ in kills:
-        began = next((at for at, _ in worlds if at > killed), None)
-        step = next((at for at in steps if began is not None and at > began), None)
-        found.append(None if step is None else step - killed)
+    for killed, member in kills:
+        began, ids = world_without(run, killed, member) or (math.inf, set())
+        survivors = [int(each.partition(".")[0]) for each in ids]
+        times = [line["time"] for worker in survivors for line in steps.get(worker, []) if line["time"] > began]
+        found.append(min(times) - killed if times else None)
     return found
 
 
@@ -184,7 +240,7 @@ def measure_time(minutes: float, every_seconds: float, chance: random.Random) ->
         began, kills = time.time(), []
         while time.time() - began < 60 * minutes:
             time.sleep(every_seconds)
-            kills.append(kill_one(run, chance)[0])
+            kills.append(strike(run, chance, signal.SIGKILL)[0])
         time.sleep(every_seconds / 4)
         steps, worlds = run.step_times(), [at for at, _ in run.world_times()]
     steps = [at for at in steps if at > began]

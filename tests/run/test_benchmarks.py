@@ -1,4 +1,7 @@
-"""Every benchmark runs, tiny, and tells what it takes to judge its numbers."""
+"""Benchmarks run, tiny, and tell what it takes to judge their numbers.
+
+Left out are `local`, `recovery` and `durability`: they take minutes however little they do.
+"""
 
 import json
 from typing import Any
@@ -7,6 +10,8 @@ import pytest
 
 from benchmarks import __main__ as command
 from benchmarks import harness
+
+FACTS = {"benchmark", "date", "command", "commit", "machine", "rows"}
 
 
 def run_quickly(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -21,19 +26,21 @@ def run_quickly(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         ("bookkeeping", "measured"),
         ("commands", "cpu ms"),
         pytest.param("data_parallel", "ms a step", marks=pytest.mark.slow),
+        pytest.param("elastic_cost", "cost", marks=pytest.mark.slow),
         pytest.param("exact", "cost", marks=pytest.mark.slow),
         pytest.param("launch", "first step s", marks=pytest.mark.slow),
         ("pipeline", "ms a step"),
         pytest.param("save_stall", "stall, ms", marks=pytest.mark.slow),
         ("task_map", "sleep s"),
         pytest.param("tensor", "ms a step", marks=pytest.mark.slow),
+        pytest.param("uneven", "before", marks=pytest.mark.slow),
     ],
 )
 def test_a_benchmark_runs(
     name: str, column: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = run_quickly(name, monkeypatch, capsys)
-    assert {"benchmark", "date", "command", "commit", "machine", "rows", "checks", "samples_seconds"} <= set(result)
+    assert {*FACTS, "checks", "samples_seconds"} <= set(result)
     assert {"median", "low", "high", "rounds"} <= set(result["rows"][0][column])
     for goal in result["checks"]:
         assert set(goal) == {"goal of", "measured", "goal", "verdict"}
@@ -41,8 +48,30 @@ def test_a_benchmark_runs(
     assert column in harness.render(result)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "column"), [("allreduce", "shoal"), ("sharded", "ms a step")])
+def test_a_benchmark_without_goals_when_tiny_runs(
+    name: str, column: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run_quickly(name, monkeypatch, capsys)
+    assert set(result) >= FACTS
+    assert {"median", "low", "high", "rounds"} <= set(result["rows"][0][column])
+    assert column in harness.render(result)
+
+
 def test_all_benchmarks_of_the_package_are_known() -> None:
-    assert {"allreduce", "bookkeeping", "commands", "data_parallel", "exact", "launch"} <= set(command.names())
+    known = {
+        "allreduce",
+        "bookkeeping",
+        "commands",
+        "data_parallel",
+        "durability",
+        "exact",
+        "launch",
+        "local",
+        "recovery",
+    }
+    assert known <= set(command.names())
 
 
 @pytest.mark.parametrize(
