@@ -1,9 +1,10 @@
 """A disk that fills up, or breaks, under `shoal run`: training goes on, people are told, saving resumes by itself."""
 
+import json
 import threading
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 from launching import SHOAL, Box, box
@@ -84,13 +85,59 @@ def test_a_disk_that_fills_up_and_is_well_again(box: Box):
         assert FolderStore(run / "checkpoints").load().state.step == 300
 
 
+def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
+    """Events of a run that goes on; the last line may not be whole yet."""
+    lines = (run / "journal.jsonl").read_text().splitlines(keepends=True)
+    return [event for event in map(json.loads, (x for x in lines if x.endswith("\n"))) if event["kind"] == kind]
+
+
+def pid_of(run: Path, rank: int) -> int:
+    return next(event["data"]["pid"] for event in events_of(run, "worker_started") if event["rank"] == rank)
+
+
+@needs("strace")
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        ("fsync", "EIO"),
+        pytest.param("fsync", "ENOSPC", marks=pytest.mark.slow),
+        pytest.param("fsync", "EDQUOT", marks=pytest.mark.slow),
+        pytest.param("mkdir", "EROFS", marks=pytest.mark.slow),
+    ],
+)
+def test_a_disk_that_refuses_for_a_while(box: Box, call: str, code: str):
+    """People are told within 2 s of the call that failed, by the clock of the journal."""
+    script, run = box.write("train.py", SCRIPT), box.folder / "run"
+    with box.start("run", "-n", "2", "--log-dir", str(run), str(script), "200", stderr=-2) as job:
+        output = Output(job.stdout)
+        try:
+            box.wait_for(lambda: newest_step(run / "checkpoints") >= 5, 60)
+            with failing_syscalls(pid_of(run, 0), f"{call}:error={code}") as calls:
+                box.wait_for(lambda: events_of(run, "checkpoint_failed"), 20)
+                box.wait_for(lambda: output.find("could not be saved"), 20)
+                told, whole = events_of(run, "checkpoint_failed")[0], newest_step(run / "checkpoints")
+                assert 0 <= told["time"] - calls.times()[0] <= 2.0
+                assert FolderStore(run / "checkpoints").load().state.step == whole
+                box.wait_for(lambda: events_of(run, "checkpoint_failed")[-1]["step"] > told["step"], 20)
+                assert newest_step(run / "checkpoints") == whole, "the last one stays, and training goes on"
+            box.wait_for(lambda: newest_step(run / "checkpoints") > whole, 20)
+            box.wait_for(lambda: output.find("was saved"), 20)
+            assert job.wait(60) == 0, output.text
+        finally:
+            job.kill()
+    assert code in told["data"]["why"]
+    assert "trained 200" in output.text
+    assert FolderStore(run / "checkpoints").load().state.step == 200
+
+
 @needs("strace")
 @pytest.mark.slow
 def test_a_disk_that_reports_errors_at_every_save(box: Box):
     """The last fsync of every save fails. The run ends, says what is missing, and counts as failed."""
     script, run = box.write("train.py", SCRIPT), box.folder / "run"
     command = [*SHOAL, "run", "--log-dir", str(run), str(script), "12"]
-    done = box.execute(*failing_syscalls(command, "fsync:error=EIO", paths=[str(run / "checkpoints")]), timeout=60)
+    with failing_syscalls(command, "fsync:error=EIO", paths=[str(run / "checkpoints")]) as calls:
+        done = box.execute(*calls.command, timeout=60)
     said = done.stdout + done.stderr
     assert "trained 12" in said
     assert "could not be saved" in said

@@ -1,5 +1,6 @@
 """The rigs do what they say on this machine, and leave nothing behind."""
 
+import errno
 import json
 import os
 import re
@@ -7,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -54,6 +55,13 @@ with socket.create_connection((address, 5000), 10) as peer:
         peer.recv(1)
     print(json.dumps([sorted(times)[4], time.perf_counter() - started]))
 """
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
 
 
 def names_left() -> list[str]:
@@ -250,14 +258,56 @@ def test_a_disk_that_dies():
 def test_system_calls_that_fail(tmp_path):
     path = str(tmp_path / "file")
     code = f"f = open({path!r}, 'wb', buffering=0)\nfor n in range(5): f.write(b'x')"
-    command = rigs.failing_syscalls([PYTHON, "-c", code], "write:error=ENOSPC:when=3+", paths=[path])
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    began = time.time()
+    with rigs.failing_syscalls([PYTHON, "-c", code], "write:error=ENOSPC:when=3+", paths=[path]) as calls:
+        done = subprocess.run(calls.command, capture_output=True, text=True, check=False)
+        (failed_at,) = calls.times()
+    assert began < failed_at < time.time()
     assert done.returncode == 1
     assert "No space left on device" in done.stderr
     assert Path(path).read_bytes() == b"xx"
-    killed = rigs.failing_syscalls([PYTHON, "-c", code], "write:signal=KILL:when=4", paths=[path])
-    assert subprocess.run(killed, check=False).returncode == -signal.SIGKILL
+    with rigs.failing_syscalls([PYTHON, "-c", code], "write:signal=KILL:when=4", paths=[path]) as calls:
+        assert subprocess.run(calls.command, check=False).returncode == -signal.SIGKILL
     assert Path(path).read_bytes() in (b"xxx", b"xxxx")
+
+
+WRITER = """
+import os, sys, threading, time
+file = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)
+def write():
+    while True:
+        try:
+            os.write(file, b"x")
+        except OSError as error:
+            print(error.errno, flush=True)
+        time.sleep(0.01)
+threading.Thread(target=write).start()
+"""
+
+
+@rigs.needs("strace")
+def test_system_calls_of_a_running_process_fail_for_a_while(tmp_path):
+    path = tmp_path / "file"
+    with subprocess.Popen([PYTHON, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True) as writer:
+        try:
+            wait_until(lambda: path.exists() and path.stat().st_size > 0)
+            with rigs.failing_syscalls(writer.pid, "write:error=EDQUOT", paths=[str(path)]) as calls:
+                assert writer.stdout.readline() == f"{errno.EDQUOT}\n"
+                wait_until(calls.times)
+            size = path.stat().st_size
+            wait_until(lambda: path.stat().st_size > size + 3)
+            assert writer.poll() is None
+        finally:
+            writer.kill()
+
+
+@rigs.needs("strace")
+def test_a_process_that_is_gone_has_no_calls_that_could_fail():
+    with subprocess.Popen([PYTHON, "-c", "pass"]) as gone:
+        gone.wait()
+    with pytest.raises(rigs.RigMissing) as caught:
+        rigs.failing_syscalls(gone.pid, "write:error=EIO").__enter__()
+    assert caught.value.why
 
 
 @rigs.needs("memory cgroups")

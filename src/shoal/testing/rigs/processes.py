@@ -2,12 +2,16 @@
 
 import contextlib
 import os
+import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
-from shoal.testing.rigs.machine import require
+from shoal.testing.rigs import leftovers
+from shoal.testing.rigs.machine import RigMissing, require
 
 _STOP_SECONDS = 5.0
 
@@ -44,15 +48,61 @@ def _await_stop(pid: int) -> None:
     raise TimeoutError(f"process {pid} did not stop within {_STOP_SECONDS:g} s")
 
 
-def failing_syscalls(command: Sequence[str], *injections: str, paths: Sequence[str] = ()) -> list[str]:
-    """The command, run so that system calls of it fail.
+class FailingCalls:
+    """System calls that fail. Made by `failing_syscalls`; `command` is what to run, if that was given a command."""
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        self.command = list(command)
+        self._log = log
+
+    def times(self) -> list[float]:
+        """When calls were made to fail so far, by the wall clock, in seconds as `time.time()` counts them."""
+        text = self._log.read_text(errors="replace") if self._log.exists() else ""
+        return [float(at) for at in re.findall(r"^(?:\d+ +)?(\d+\.\d+) .*\(INJECTED\)", text, re.MULTILINE)]
+
+
+@contextmanager
+def failing_syscalls(
+    target: Sequence[str] | int, *injections: str, paths: Sequence[str] = ()
+) -> Iterator[FailingCalls]:
+    """A command of which system calls fail, or a process that runs (its number) and whose calls fail in the block.
 
     An injection is what strace takes: `write:error=ENOSPC:when=3+` lets every write fail from the third on (of each
     thread), `fsync:signal=KILL:when=2` kills the process in its second fsync. With `paths`, only calls on these files
-    count. Exit code and output are those of the command. Costs some 50 µs for each call that is looked at.
+    count. The command is run by the caller, as `.command`; exit code and output are its own. Costs some 50 µs for
+    each call that is looked at, and in a process that ran before, for each call.
     """
     require("rigs.failing_syscalls", "strace")
     names = ",".join(dict.fromkeys(injection.partition(":")[0] for injection in injections))
     injected = [part for injection in injections for part in ("-e", f"inject={injection}")]
     chosen = [part for path in paths for part in ("-P", path)]
-    return ["strace", "-f", "-qqq", "-o", "/dev/null", "-e", f"trace={names}", *injected, *chosen, "--", *command]
+    with leftovers.rig_folder() as folder:
+        log = folder / "calls"
+        strace = ["strace", "-f", "-ttt", "-o", str(log), "-e", f"trace={names}", *injected, *chosen]
+        if isinstance(target, int):
+            with _tracing([*strace, "-p", str(target)], folder / "said"):
+                yield FailingCalls((), log)
+        else:
+            yield FailingCalls([*strace, "-qqq", "--", *target], log)
+
+
+@contextmanager
+def _tracing(command: Sequence[str], said: Path) -> Iterator[None]:
+    """Run a tracer of a process from before the block begins; then let go of the process."""
+    with open(said, "w") as output:
+        tracer = subprocess.Popen(command, stderr=output)
+    try:
+        _await_attached(tracer, said)
+        yield
+    finally:
+        tracer.terminate()
+        tracer.wait(_STOP_SECONDS)
+
+
+def _await_attached(tracer: "subprocess.Popen[bytes]", said: Path) -> None:
+    deadline = time.monotonic() + _STOP_SECONDS
+    while "attached" not in said.read_text():
+        if tracer.poll() is not None or time.monotonic() > deadline:
+            why = said.read_text().strip() or f"strace said nothing within {_STOP_SECONDS:g} s"
+            raise RigMissing("rigs.failing_syscalls is not possible here.", why=why, hint="allow tracing (ptrace)")
+        time.sleep(0.001)
