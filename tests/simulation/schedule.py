@@ -6,7 +6,7 @@ from typing import Any
 
 Fault = tuple[float, str, tuple[Any, ...]]
 FOREVER = 1e9
-WEIGHTS = {"kill": 60, "freeze": 7, "cut": 5, "starve": 6, "slow": 2, "resize": 20}
+WEIGHTS = {"kill": 60, "freeze": 7, "cut": 5, "sever": 6, "starve": 6, "slow": 2, "resize": 20}
 """How often something happens. Those that take seconds to be found out are rarer: they cost time here, too."""
 
 
@@ -29,7 +29,7 @@ class Schedule:
 
     @property
     def num_kills(self) -> int:
-        return sum(act in ("kill", "freeze", "cut", "slow") for _, act, _ in self.faults)
+        return sum(act in ("kill", "freeze", "cut", "sever", "slow") for _, act, _ in self.faults)
 
 
 def draw_schedule(seed: int, kinds: tuple[str, ...] = (), remote_share: float = 0.35) -> Schedule:
@@ -65,6 +65,8 @@ def _draw_faults(source: random.Random, max_workers: int, length: float, kinds: 
 
 def _draw_details(source: random.Random, kind: str, max_workers: int) -> tuple[Any, ...]:
     worker = source.randrange(max_workers)
+    if kind == "sever":  # by itself: a draw more for all kinds would make other runs of all seeds
+        return worker, source.choice(("up", "down", "both")), source.choice((0.2, 1.0, 3.0))
     return {
         "kill": (worker,),
         "freeze": (worker, source.choice((0.5, 1.0, 2.5, FOREVER))),

@@ -183,10 +183,21 @@ class Simulation:
             process.frozen_until = max(process.frozen_until, self.now + seconds)
 
     def cut(self, worker: int, seconds: float) -> None:
-        """Nothing passes to or from this worker for a while."""
+        """Nothing passes to or from this worker for a while; then all of it does."""
         process = self.workers.get(worker)
         if process is not None:
             process.cut_until = max(process.cut_until, self.now + seconds)
+
+    def sever(self, worker: int, way: str, seconds: float) -> None:
+        """A connection breaks: what passes this way is lost, also what is on it already; later the worker ends of it.
+
+        Pipes and sockets lose nothing out of their middle, so nobody is promised to go on after such a loss. But one
+        side may know before the other, and the worker lives on until it does.
+        """
+        process = self.workers.get(worker)
+        if process is not None and not process.severed:
+            process.severed, process.severed_until = way, self.now + seconds
+            self.at(process.severed_until, self.die, process, -9)
 
     def slow(self, worker: int, factor: float) -> None:
         process = self.workers.get(worker)
@@ -216,6 +227,8 @@ class Simulation:
             self.at(when + self.delay(0.4), self.hear, process, kind, data)
 
     def hear(self, process: Worker, kind: str, data: dict[str, Any]) -> None:
+        if process.is_mute:
+            return
         if self.now < self.starved_until:
             when = self.starved_until
             self.at(when, self.hear, process, kind, data)
@@ -233,7 +246,7 @@ class Simulation:
             self.at(when + self.delay(0.4), self.deliver, process, message)
 
     def deliver(self, process: Worker, message: Any) -> None:
-        if not process.is_alive:
+        if not process.is_alive or process.is_deaf:
             return
         if self.now < process.frozen_until:
             if process.frozen_until < LONGEST_SECONDS:
@@ -249,9 +262,11 @@ class Simulation:
     def deliver_vote(self, process: Worker, memory: Memory, rank: int, reader: int, turn: int) -> None:
         if not process.is_alive and self.random.random() < 0.5:
             return  # it died with the message in its hands
-        memory.seen[reader][rank] = max(memory.seen[reader][rank], turn)
         member = memory.world.members[reader]
         target = self.workers.get(member.worker)
+        if process.is_mute or (target is not None and target.id == member.id and target.is_deaf):
+            return
+        memory.seen[reader][rank] = max(memory.seen[reader][rank], turn)
         if target is not None and target.id == member.id:
             self.poke(target)
 
@@ -280,7 +295,8 @@ class Simulation:
         elif isinstance(decision, Kill):
             self.check_kill(decision)
             process = self.workers[decision.worker]
-            self.at(max(self.now, process.cut_until) + self.delay(0.01), self.die, process, -9)
+            unreachable_until = max(process.cut_until, process.severed_until if process.is_deaf else 0.0)
+            self.at(max(self.now, unreachable_until) + self.delay(0.01), self.die, process, -9)
         elif isinstance(decision, Fail):
             self.failure, self.is_over = decision, True
         else:
@@ -360,7 +376,7 @@ class Simulation:
         """Nobody is ended for being silent who was neither frozen, nor cut off, nor extremely slow."""
         process = self.workers[decision.worker]
         if decision.why in ("it is frozen", "it is hung", "it is silent"):
-            troubled = max(process.frozen_until, process.cut_until) > self.now - 1.0
+            troubled = max(process.frozen_until, process.cut_until, process.severed_until) > self.now - 1.0
             troubled |= process.slowness > 2.0 and decision.why == "it is hung"
             self.check(troubled, f"{process.id} is well, and ended because {decision.why}")
 

@@ -57,8 +57,18 @@ class Worker:
         self.is_scheduled = True  # importing
         self.frozen_until = 0.0
         self.cut_until = 0.0
+        self.severed = ""  # "up": nothing it says arrives, "down": it hears nothing, or "both"
+        self.severed_until = 0.0
         self.slowness = 1.0
         self.moves = self.run()
+
+    @property
+    def is_mute(self) -> bool:
+        return self.severed in ("up", "both")
+
+    @property
+    def is_deaf(self) -> bool:
+        return self.severed in ("down", "both")
 
     # The pipe.
 
@@ -204,7 +214,8 @@ class Worker:
         yield self.sim.delay(self.sim.step_seconds) * self.slowness
         self.look()
         self.sim.writes(self, memory)
-        memory.post(rank, turn, self.hold >= memory.world.generation)
+        if memory.is_shared or not self.severed:  # a sum by messages needs both ways
+            memory.post(rank, turn, self.hold >= memory.world.generation)
         self.sim.poke_members(memory.world)
         yield from self.wait("post", turn)
         is_held = any(post[1] for post in memory.posts)
