@@ -6,11 +6,13 @@ synchronous run has after so many steps is the goal, and each contender trains u
 
 A synchronous step gives the same whatever the link, so its losses are found on a fast one, and its time is the number
 of steps times the milliseconds measured before; all others are timed on the slow link. `SHOAL_BENCH_TEXT` names a
-text to learn (such as tinyshakespeare.txt); without it, Python's help topics are learned.
+text to learn; without it, that is `../shared/data/tinyshakespeare.txt` beside the repository, or Python's help topics
+where there is none. The notes of a result say which it was.
 
 Needs root and iproute2.
 """
 
+import hashlib
 import json
 import os
 import subprocess
@@ -26,8 +28,13 @@ from shoal.testing import rigs
 RATE_MBIT = 100
 GOAL_MS = "≤ 58"
 GOAL_DDP, GOAL_POWER = "≥ 20", "≥ 1"
-OURS = {"DiLoCo H=32": "diloco:32", "local H=32, int8": "local:32,codec=int8"}
-QUICK_OURS = {"DiLoCo H=4": "diloco:4"}
+OURS = {
+    "DiLoCo H=32": "diloco:32",
+    "streaming DiLoCo H=32": "diloco:32,fragments=4",
+    "local H=32, int8": "local:32,codec=int8",
+}
+QUICK_OURS = {"streaming DiLoCo H=4": "diloco:4,fragments=2"}
+TEXT = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare.txt"
 STEPS = {"digits": 192, "text": 320}
 """Steps of the synchronous run whose loss is the goal."""
 MOST_TIMES_STEPS = 4.0
@@ -63,10 +70,25 @@ def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
         "notes": [
             "MLP 784-2048-2048-10, 128 samples a worker and step, AdamW; PowerSGD of rank 1 in one bucket.",
             "Time to loss: width 2048, too; the same optimizer and learning rate for all; loss on held-out samples.",
+            f"Text: {name_text(find_text())}.",
         ],
         "samples_seconds": speeds,
         "time_to_loss": found,
     }
+
+
+def find_text() -> Path | None:
+    """The text to learn; None for Python's help topics."""
+    if named := os.environ.get("SHOAL_BENCH_TEXT"):
+        return Path(named)
+    return TEXT if TEXT.exists() else None
+
+
+def name_text(path: Path | None) -> str:
+    """Which text it is, wherever it was found."""
+    if path is None:
+        return "Python's help topics"
+    return f"{path.name}, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
 def _milliseconds(seconds: list[float]) -> dict[str, float]:
@@ -97,7 +119,8 @@ def time_to_loss(
 ) -> dict[str, Any]:
     """Steps, loss and seconds of each contender's first whole run that ends at the synchronous run's loss."""
     steps = 8 if is_quick else STEPS[task]
-    spec = {"kind": "train", "task": task, "is_quick": is_quick, "text": os.environ.get("SHOAL_BENCH_TEXT")}
+    text = find_text()
+    spec = {"kind": "train", "task": task, "is_quick": is_quick, "text": str(text) if text is not None else None}
     goal = run({**spec, "way": "DDP", "steps": steps}, None)[0]["loss"]
     seconds = steps * step_seconds["DDP"]
     found: dict[str, Any] = {"DDP": {"steps": steps, "loss": goal, "seconds": seconds, "is_reached": True}}

@@ -45,6 +45,7 @@ __all__ = [
     "pipeline",
     "sharded",
     "tensor",
+    "testing",
 ]
 
 _LAZY = {
@@ -52,6 +53,7 @@ _LAZY = {
     "group": "shoal.train.own_group",
     "launch": "shoal.run",
     "map": "shoal.task_run",
+    "testing": "shoal.testing",
 }
 
 
@@ -63,7 +65,8 @@ def __getattr__(name: str) -> Any:
     is_collecting = gc.isenabled()
     gc.disable()  # torch has made so many objects that looking for garbage in between takes longer than our import
     try:
-        value = getattr(import_module(_LAZY[name]), name)
+        module = import_module(_LAZY[name])
+        value = module if _LAZY[name] == f"shoal.{name}" else getattr(module, name)
     finally:
         if is_collecting:
             gc.enable()

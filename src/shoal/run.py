@@ -19,8 +19,8 @@ from shoal.engine.story import as_error, tell_failures
 from shoal.observe.folder import RunFolder, claim, create, newest_step, read_facts
 from shoal.spec.errors import ShoalError, UserError
 from shoal.spec.job import Job
-from shoal.spec.strategy import parse_split, parse_sync
-from shoal.train.mesh import make_mesh
+from shoal.train.mesh import check_share, make_mesh
+from shoal.train.settings import make_settings
 from shoal.version import __version__
 from shoal.watch import Crew, Outcome, Watch, say
 
@@ -51,11 +51,12 @@ def run_job(job: Job, *, keep: Keep | None = None, out: TextIO | None = None, is
         from shoal.observe.tensorboard import check_installed
 
         check_installed()
+    check_options(job)
     if job.num_workers is None:
         job = _choose_workers(job)
+        check_options(job)
     worker_bytes = PLAIN_WORKER_BYTES if entry[0] == "program" else TORCH_WORKER_BYTES
     check_memory(job.num_workers or 1, worker_bytes, job.options)
-    check_strategy(job)
     wants_spare(job.options)
     crew = Crew(job=job, python=find_python(job.python), entry_of=lambda rank: entry, stdin_fd=_stdin_fd())
     with StopSignals() as stops:
@@ -64,13 +65,18 @@ def run_job(job: Job, *, keep: Keep | None = None, out: TextIO | None = None, is
     return outcome
 
 
-def check_strategy(job: Job) -> None:
-    """Refuse, before anybody starts, options that name no strategy, or one that these workers cannot make."""
-    if "sync" in job.options:
-        parse_sync(job.options["sync"])
-    if "split" in job.options:
-        is_elastic = job.min_workers is not None
-        make_mesh(job.num_workers or 1, parse_split(job.options["split"]), is_elastic=is_elastic)
+def check_options(job: Job) -> None:
+    """Refuse, before anybody starts, settings that cannot be, or a split that these workers cannot make.
+
+    What the script says is not known here: workers refuse that before their first step. Where the number of workers
+    is still to be measured, nothing is said about it.
+    """
+    settings, origins = make_settings({"batch_size": 1}, job.options)
+    if job.num_workers is None:
+        return
+    mesh = make_mesh(job.num_workers, settings.split, is_elastic=job.min_workers is not None)
+    if origins["batch_size"] != "script":
+        check_share(settings.split, settings.batch_size, mesh.num_copies)
 
 
 def launch(
@@ -139,6 +145,8 @@ def _check_launch(function: Callable[..., Any], num_workers: int) -> None:
 
 def _remote_error(outcome: Outcome) -> ShoalError:
     error = as_error(outcome.failures[0])
+    if error.hint:  # Python shows the message alone
+        error.add_note("\n".join(error.render().splitlines()[1:]))
     if error.remote_traceback:
         error.add_note(f"\nIn worker {error.rank}:\n{error.remote_traceback.rstrip()}")
     error.add_note(f"logs: {os.path.join(outcome.run_dir, 'logs')}")

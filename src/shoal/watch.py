@@ -19,6 +19,7 @@ from shoal.engine.machine import OutOfMemoryKills, out_of_memory_kills
 from shoal.engine.nursery import wants_spare
 from shoal.engine.requests import RequestSocket
 from shoal.engine.signals import StopSignals
+from shoal.engine.story import tell_error
 from shoal.observe.folder import RunFolder
 from shoal.spec.errors import ShoalError
 from shoal.spec.event import Event
@@ -259,6 +260,8 @@ class Watch:
         event = replace(event, rank=rank)
         if event.kind == "error":
             self._keep(event)
+            if event.data.get("is_for_log") is True:
+                self._log(rank, tell_error(event))
             if self._elastic is not None and event.data.get("is_retryable") is True:
                 self._elastic.hear(event)
             else:
@@ -269,6 +272,11 @@ class Watch:
             self._elastic.hear(event)
         if self._hangs is not None:
             self._hangs.hear(event)
+
+    def _log(self, rank: int, text: str) -> None:
+        """Add to what a worker has printed."""
+        with contextlib.suppress(OSError), open(self._log_path(rank), "a", encoding="utf-8") as file:
+            file.write(f"{text}\n")
 
     def _note(self, text: str) -> None:
         if self._console is not None and self._console.is_tty:

@@ -88,18 +88,18 @@ def deviations(found: Path, expected: Path) -> dict[str, float]:
     """Of each model and precision, how far parameters and buffers are from what is expected."""
     result = {}
     for number, (kind, precision) in enumerate(TRAINED):
-        ours, theirs = (_load(folder, number) for folder in (found, expected))
+        ours, theirs = (load_saved(folder, number) for folder in (found, expected))
         named = [key for key in theirs if key.startswith("model/")]
-        result[f"{kind}-{precision}"] = max(_distance(ours[key], theirs[key]) for key in named)
+        result[f"{kind}-{precision}"] = max(distance(ours[key], theirs[key]) for key in named)
     return result
 
 
-def _load(folder: Path, number: int) -> Mapping[str, torch.Tensor]:
+def load_saved(folder: Path, number: int) -> Mapping[str, torch.Tensor]:
     """What the trainer of that number saved."""
     return FolderStore(folder / (f"checkpoints-{number}" if number else "checkpoints")).load().state.tensors
 
 
-def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max().clamp_min(1e-6))
 
 

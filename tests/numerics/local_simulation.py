@@ -55,7 +55,7 @@ def flatten(tensors):
 
 
 class Copy:
-    """One worker: its model in a flat buffer, its optimizer, and how many samples it learned from."""
+    """One worker: its model in a flat buffer, its optimizer, and the norms of gradients before clipping."""
 
     def __init__(self, model, optimizer, lr):
         self.model = copy.deepcopy(model)
@@ -65,13 +65,17 @@ class Copy:
         flat.place(is_source=True)
         self.flat, self.values = flat, flat.values
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters(), lr=lr)
+        self.norms = []
 
-    def learn(self, loss, batch, seed, max_norm):
-        torch.manual_seed(seed)
+    def learn(self, loss, pieces, seed, max_norm):
+        """From the mean over pieces of a batch, each of which draws the same random numbers."""
         self.optimizer.zero_grad()
-        loss(self.model, batch).backward()
+        num_samples = sum(count for _, count in pieces)
+        for piece, count in pieces:
+            torch.manual_seed(seed)
+            (loss(self.model, piece) * (count / num_samples)).backward()
         if max_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+            self.norms.append(float(nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)))
         self.optimizer.step()
 
     def buffers(self):
@@ -88,8 +92,11 @@ class Copy:
 class Simulation:
     """`num_copies` of them, agreeing as `sync` says. The steps of a round are `every`; `overlap` must be given."""
 
-    def __init__(self, kind, sync, num_copies, optimizer="SGD", lr=0.05, max_norm=None, ema=None):
+    def __init__(
+        self, kind, sync, num_copies, optimizer="SGD", lr=0.05, max_norm=None, ema=None, microbatch_size=BATCH_SIZE
+    ):
         model, self.data, self.loss = models.make(kind)
+        self.microbatch_size = microbatch_size
         self.sync, self.max_norm, self.ema = parse_sync(sync), max_norm, ema
         self.copies = [Copy(model, optimizer, lr) for _ in range(num_copies)]
         self.anchor = self.copies[0].values.clone()
@@ -109,8 +116,8 @@ class Simulation:
             for number, worker in enumerate(self.copies):
                 start, stop = shard_bounds(number, count, len(self.copies))
                 ids = torch.from_numpy(self.ledger.ids(place.epoch, place.offset + start, place.offset + stop).copy())
-                batch = tuple(d[ids] for d in self.data) if isinstance(self.data, tuple) else self.data[ids]
-                worker.learn(self.loss, batch, seed_of(0, place.step, number), self.max_norm)
+                pieces = [(self.samples_of(some), len(some)) for some in ids.split(self.microbatch_size)]
+                worker.learn(self.loss, pieces, seed_of(0, place.step, number), self.max_norm)
                 for counts in self.samples:
                     counts[number] += stop - start
             place = self.ledger.advance(place, count)
@@ -125,6 +132,9 @@ class Simulation:
         if self.ema is not None:
             worker.values.copy_(self.average)
         return [*found, flatten(worker.model.parameters())]
+
+    def samples_of(self, ids):
+        return tuple(part[ids] for part in self.data) if isinstance(self.data, tuple) else self.data[ids]
 
     def mean(self, fragment):
         """(the copies' ways, their mean)"""

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal.data.shares import Schedule
@@ -38,9 +39,26 @@ class GPT(nn.Module):
         return self.head(self.blocks(self.embed(tokens)))
 
 
+class RecomputedGPT(nn.Module):
+    """Each block is computed again in backward, instead of being remembered. The head is not the embedding."""
+
+    def __init__(self, dropout=0.1, width=32):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, width), nn.Linear(width, 64, bias=False)
+        self.blocks = nn.ModuleList(Attention(width, 2, dropout) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
 def make(kind):
     """(model, dataset, loss) of a kind; the same on every worker."""
     torch.manual_seed(7)
+    if kind == "recomputed":
+        return RecomputedGPT(), torch.randint(0, 64, (200, 13)), next_token_loss
     if kind == "gpt":
         return GPT(), torch.randint(0, 64, (200, 13)), next_token_loss
     if kind == "cnn":

@@ -9,7 +9,7 @@ import torch
 
 import shoal
 from shoal.engine.env import read_worker
-from tests.numerics import blocks, models
+from tests.numerics import blocks, huggingface, models
 
 KINDS = ("mlp", "cnn", *(block.__name__ for block in blocks.BLOCKS))
 
@@ -25,6 +25,8 @@ BF16_TOLERANCE = 0.05
 def make(kind):
     if kind in ("mlp", "cnn"):
         return models.make(kind)
+    if kind in huggingface.NAMES:
+        return (*huggingface.make(kind), blocks.loss)
     return (*blocks.make(next(block for block in blocks.BLOCKS if block.__name__ == kind)), blocks.loss)
 
 
@@ -143,3 +145,15 @@ def test_a_checkpoint_goes_from_two_parts_to_one_to_four_and_back(alone, tmp_pat
         last, saved = found[0]["digests"][1], str(tmp_path / str(stop) / "run" / "checkpoints")
         losses += found[0]["losses"]
     assert losses == pytest.approx(alone[-1]["losses"], rel=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_models_of_transformers_are_cut_as_they_are(tmp_path):
+    """Llama with fewer keys than queries, GPT-2 with its weights the other way round, and BERT; without a plan."""
+    pytest.importorskip("transformers")
+    configs = [{"kind": name, "steps": 6, "max_norm": 0.5} for name in huggingface.NAMES]
+    alone = run(1, tmp_path / "alone", configs)
+    for config, found, one in zip(configs, run(2, tmp_path / "two", with_split(configs, 2)), alone, strict=True):
+        print(config)
+        assert_same(found, one[0])
+        assert found[0]["cut"] >= 12, "attention, and not only the MLP"

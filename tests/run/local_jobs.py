@@ -70,7 +70,7 @@ def train(steps, **settings):
 
 
 def uneven(sync, steps, seconds):
-    """A worker's batch takes so many seconds; returns which samples it had, and how long it waited for others."""
+    """A worker's batch takes so many seconds; returns its samples, how long all took, and when rounds ended."""
     model, _ = make()
     data = torch.arange(4096).float().unsqueeze(1).expand(4096, 8).contiguous()
     seen, rank = [], int(os.environ["RANK"])
@@ -85,11 +85,17 @@ def uneven(sync, steps, seconds):
         model, slow_loss, torch.optim.SGD(model.parameters(), 1e-3), data, batch_size=8, sync=sync, unused="zero"
     )
     seen.clear()  # making a trainer looks at the first samples
-    began = time.perf_counter()
-    trainer.fit(steps=steps)
+    ends, began = [], time.perf_counter()
+    for batch in trainer:
+        trainer.step(batch)
+        if trainer._team.sync.is_round_over:
+            ends.append(time.perf_counter() - began)
+        if trainer.place.step == steps:
+            break
+    trainer.save()  # all agree, as in the end of `fit`
     spent = time.perf_counter() - began
     trainer.close()
-    return seen, spent
+    return seen, spent, ends
 
 
 def with_bad_sample():

@@ -1,5 +1,6 @@
 """What two workers do and are told with a model in two stages, one case after the other in the same processes."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import shoal
 from shoal.spec.errors import ShoalError
 
+RANK = int(os.environ.get("RANK", "0"))
 DATA = (torch.linspace(-1, 1, 160).view(40, 4), torch.arange(40) % 3)
 
 
@@ -88,6 +90,33 @@ class Unused(nn.Module):
         return out
 
 
+class Counting(nn.Module):
+    """Counts its calls in a buffer, in one of the ways in which that is written, and computes with the count."""
+
+    def __init__(self, way: str, is_layer: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        width = 8 if is_layer else 4
+        self.first, self.last = nn.Linear(width, 8), nn.Linear(8, 8 if is_layer else 3)
+        self.way = way
+        self.register_buffer("seen", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        if self.way == "in place":
+            self.seen.add_(1)
+        elif self.way == "augmented":
+            self.seen += 1
+        else:
+            self.seen = self.seen + 1
+        out: torch.Tensor = self.last(x / self.seen)
+        return out
+
+
+def counting_layer(way: str) -> Callable[[], nn.Module]:
+    return lambda: layers(Counting(way, is_layer=True))
+
+
 def frozen() -> nn.Sequential:
     model = layers(nn.ReLU(inplace=True))
     model[0].requires_grad_(False)
@@ -128,6 +157,8 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "samples": lambda: make(split="pipeline:2,microbatches=17"),
     "shards": lambda: make(layers(nn.Dropout()), split="pipeline:2,microbatches=9"),
     "cuts": lambda: make(split=shoal.pipeline(2, cuts=("7",))),
+    "pieces": lambda: make(microbatch_size=4 + RANK),
+    "precision": lambda: make(precision=("float32", "bf16")[RANK]),
     "unused": lambda: fit(Unused()),
     "nan": lambda: fit(data=spoiled(), not_finite="error"),
 }
@@ -138,7 +169,14 @@ DONE: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "whole optimizer": (layers, {"optimizer": torch.optim.Adafactor}),
     "past nan": (layers, {"data": spoiled(), "steps": 7}),
     "unused, allowed": (Unused, {"unused": "zero"}),
-    "cut by hand": (layers, {}),
+    "counted in place": (lambda: Counting("in place"), {}),
+    "counted with +=": (lambda: Counting("augmented"), {}),
+    "counted anew": (lambda: Counting("anew"), {}),
+    "counted in place in a layer": (counting_layer("in place"), {}),
+    "counted with += in a layer": (counting_layer("augmented"), {}),
+    "counted anew in a layer": (counting_layer("anew"), {}),
+    "cut by hand": (layers, {"split": shoal.pipeline(2, cuts=("1",))}),
+    "cut by text": (layers, {"split": "pipeline:2,cuts=2"}),
 }
 
 
@@ -151,10 +189,9 @@ def collect() -> dict[str, str]:
         except ShoalError as error:
             told[name] = error.render()
     for name, (model, settings) in DONE.items():
-        more = {"split": shoal.pipeline(2, cuts=("1",))} if name == "cut by hand" else {}
-        told[name] = fit(model(), exact=True, **settings, **more)
+        told[name] = fit(model(), exact=True, **settings)
     return told
 
 
 def train_whole() -> dict[str, str]:
-    return {name: fit(model(), exact=True, split=None, **settings) for name, (model, settings) in DONE.items()}
+    return {name: fit(model(), exact=True, **{**settings, "split": None}) for name, (model, settings) in DONE.items()}

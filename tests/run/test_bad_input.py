@@ -18,6 +18,7 @@ import torch
 from launching import SHOAL, Box, box
 from mistakes import Mistake, fit, make, use
 from mistakes_in_data import DATA, write
+from mistakes_in_meshes import ALONE, MESHES, MeshMistake
 from mistakes_in_models import LOSSES, MODELS
 from mistakes_in_runs import FOLDERS, RESUMED, SETTINGS, resume, spoil, start_from_other_shapes
 from torch import nn
@@ -31,7 +32,7 @@ from shoal.train.settings import RULES, Settings
 
 __all__ = ["box"]
 
-MISTAKES = [*LOSSES, *MODELS, *DATA, *SETTINGS, *FOLDERS, *RESUMED]
+MISTAKES = [*LOSSES, *MODELS, *DATA, *SETTINGS, *FOLDERS, *RESUMED, *ALONE]
 SCRIPT = str(Path(mistaken.__file__))
 DOCS = Path(__file__).parents[2] / "docs" / "errors.md"
 
@@ -136,6 +137,17 @@ COMMANDS = {
     "-n 100000 good.py": "100000 workers do not fit into memory.",
     "--log-dir /proc/nowhere good.py": "Cannot use /proc/nowhere as a run folder.",
     "--nun-workers 2 good.py": "There is no option '--nun-workers'.",
+    "-n 2 -o max_nrom=1 good.py": "There is no setting 'max_nrom' to override with -o.",
+    "-n 2 -o batch_size=abc good.py": "batch_size='abc' does not work.",
+    "-n 2 -o sync=loca:32 good.py": "There is no sync 'loca'.",
+    "-n 2 -o sync=local:often good.py": "This local does not work.",
+    "-n 2 -o sync=local:8 -o exact=true good.py": "exact=True and sync=local:8 exclude each other.",
+    "-n auto -o split=tensor:0 good.py": "This tensor does not work.",
+    "-n 2 -o train.split=ring:2 good.py": "There is no split 'ring'.",
+    "-n 3 -o split=tensor:2+pipeline:2 good.py": "3 workers cannot hold copies of 4 parts each.",
+    "-n 2:3 -o split=pipeline:4 good.py": "3 workers cannot hold copies of 4 parts each.",
+    "-n 4 -o split=pipeline:2,microbatches=8 -o batch_size=12 good.py": "6 samples of each copy are too few for 8 "
+    "micro-batches.",
     "": "No script was named.",
 }
 
@@ -272,6 +284,27 @@ def test_a_sample_that_fails_in_a_loading_process(box: Box) -> None:
     assert told["do"] == "try `dataset[17]` by itself"
 
 
+@pytest.mark.parametrize(
+    "mistake",
+    [MESHES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in MESHES[1:])],
+    ids=lambda mistake: mistake.did,
+)
+def test_a_strategy_that_cannot_be(mistake: MeshMistake, box: Box) -> None:
+    """Told once for all workers, before any of them has taken a step, and none is left."""
+    done = box.run(*mistake.command, timeout=120)
+    assert done.returncode == 2, done.stderr
+    told = parts_of(done.stderr)
+    assert told["error"] == mistake.error
+    assert mistake.do in told["do"]
+    assert told["why"]
+    assert (done.stdout + done.stderr).count(mistake.error) == 1
+    assert "mistakes" in told["at"], "it points at the user's own code"
+    assert ", step " not in told["at"] or ", step 0, " in told["at"]
+    assert all(path.stat().st_size == 0 for path in box.only_run().glob("metrics-*.jsonl"))
+    assert box.facts()["status"] == "failed"
+    assert box.pids() == []
+
+
 def assert_whole(run: Path, at_least: int) -> None:
     with FolderStore(run / "checkpoints") as store:
         problems = {entry.step: store.verify(entry.step).problem for entry in store.list()}
@@ -348,7 +381,7 @@ def test_a_trainer_that_is_closed_without_its_last_checkpoint(here: Path) -> Non
 
 def test_every_mistake_has_its_row() -> None:
     docs = DOCS.read_text().replace("\\<", "<")
-    for mistake in MISTAKES:
+    for mistake in [*MISTAKES, *MESHES]:
         assert f"| {mistake.did} |" in docs
         assert mistake.error.replace("{here}/", "") in docs, mistake.error
     for error in COMMANDS.values():

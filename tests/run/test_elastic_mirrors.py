@@ -27,8 +27,10 @@ TOLERANCE = 1e-4
 Ending = dict[str, Any]
 
 
-def run_job(faults: Faults, job: str, workers: str, level: str, script: Path = ELASTIC, **env: str) -> FaultyRun:
-    options = {"sync": f"sharded:{level}", "transport": "tcp", "exact": "false"}
+def run_job(
+    faults: Faults, job: str, workers: str, level: str, script: Path = ELASTIC, redundancy: int = 1, **env: str
+) -> FaultyRun:
+    options = {"sync": f"sharded:{level}", "transport": "tcp", "exact": "false", "redundancy": str(redundancy)}
     return faults.run(str(script), job, num_workers=workers, options=options, env=env)
 
 
@@ -117,6 +119,33 @@ def test_two_neighbours_at_once_go_on_from_the_checkpoint(clean, level):
     check_ends(ends_of(run), clean["neighbours"])
     assert "checkpoint" in sources(run)
     assert [event.step for event in run.of("resumed")] == [10]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_without_mirrors_a_loss_goes_back_to_the_checkpoint(clean, level):
+    faults = Faults().kill(rank=1, step=19, at="summed")
+    run = run_job(faults, "sgd", "2:3", level, redundancy=0, ELASTIC_PAUSE="0.1")
+    assert run.exit_code == 0, [event.data for event in run.of("error")]
+    check_ends(ends_of(run), clean["sgd"])
+    assert sources(run) == {"checkpoint"}
+    assert [event.step for event in run.of("resumed")] == [10]
+
+
+@pytest.mark.slow
+def test_without_mirrors_nothing_is_lost_with_those_who_are_let_go(clean, box):
+    options = ("-o", "sync=sharded:parameters", "-o", "exact=false", "-o", "transport=tcp", "-o", "redundancy=0")
+    env = {**box.env, "ELASTIC_PAUSE": "0.15"}
+    process = box.start("run", "-n", "1:3", "--name", "bare", *options, str(ELASTIC), "short", env=env)
+    box.wait_for(lambda: box.num_members("bare") == 3)
+    assert box.run("resize", "bare", "-n", "1").returncode == 0
+    box.wait_for(lambda: box.num_members("bare") == 1)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    check_ends(ends_in(box.log(0)), clean["short"])
+    lines = (box.only_run() / "metrics-0.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert len(steps) == len(set(steps)), "no step was taken twice"
 
 
 @pytest.mark.slow

@@ -61,6 +61,7 @@ def test_killed_at_every_point_of_a_step(clean, job, transport):
     run = run_job(faults, job, "2:3", transport)
     check_ended_well(run, clean[job], num_strikes=len(faults))
     assert {strike.data.get("at", "start") for strike in run.strikes} == set(POINTS)
+    assert not run.of("resumed"), "nobody read a checkpoint"
 
 
 def test_twenty_kills(clean):

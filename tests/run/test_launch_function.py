@@ -157,7 +157,7 @@ def test_a_module_that_launches_while_it_is_imported(box: Box) -> None:
     done = box.execute(sys.executable, "-c", "import eager")
     assert done.returncode == 1
     assert "while a worker imported the module" in done.stderr
-    assert '__name__ == "__main__"' in done.stdout
+    assert '   do: put the call under `if __name__ == "__main__":`' in done.stderr
 
 
 def test_interrupting_the_call_ends_all_workers(box: Box) -> None:

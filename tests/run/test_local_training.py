@@ -3,11 +3,14 @@
 import json
 import math
 import re
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 import shoal
+from shoal.observe import metrics
 from tests.run import local_jobs
 from tests.run.launching import Box
 
@@ -49,7 +52,7 @@ def test_checkpoints_go_from_one_way_to_agree_to_another(tmp_path):
 
 def test_a_slow_worker_takes_fewer_steps_and_nobody_waits(tmp_path):
     """Speeds 1:3. Equal shares would take 60 x 60 ms; shares by speed 120 batches at 67 a second, half of that."""
-    (fast, spent), (slow, _) = launch(local_jobs.uneven, 2, tmp_path / "run", "local:6", 60, (0.02, 0.06))
+    (fast, spent, _), (slow, _, _) = launch(local_jobs.uneven, 2, tmp_path / "run", "local:6", 60, (0.02, 0.06))
     assert sorted(fast + slow) == sorted(set(fast + slow))
     assert len(fast + slow) == 60 * 8
     assert len(fast) / len(slow) > 1.6
@@ -59,9 +62,26 @@ def test_a_slow_worker_takes_fewer_steps_and_nobody_waits(tmp_path):
 
 
 def test_rounds_of_seconds_get_the_steps_that_take_so_long(tmp_path):
-    (first, spent), (second, _) = launch(local_jobs.uneven, 2, tmp_path / "run", "local:0.2s", 60, (0.01, 0.01))
+    (first, spent, _), (second, _, _) = launch(local_jobs.uneven, 2, tmp_path / "run", "local:0.2s", 60, (0.01, 0.01))
     assert len(set(first + second)) == 60 * 8
     assert spent < 3
+
+
+@pytest.mark.slow
+def test_rounds_of_seconds_are_as_long_for_unequal_workers(tmp_path):
+    """Speeds 1:3. The first round has 8 steps, whatever they take; then length and shares follow from times."""
+    (fast, spent, ends), (slow, _, others) = launch(
+        local_jobs.uneven, 2, tmp_path / "run", "local:0.2s", 80, (0.02, 0.06)
+    )
+    assert len(fast + slow) == len(set(fast + slow)) == 80 * 8
+    assert len(fast) / len(slow) > 1.6, "the slow one takes fewer inner steps"
+    assert len(ends) == len(others), "all have the same rounds"
+    lengths = [stop - start for start, stop in pairwise(ends[2:])]
+    assert len(lengths) >= 3
+    # A round is whole steps of 30 ms, measured in the round before; a busy machine adds to each.
+    assert 0.1 < median(lengths) < 0.4
+    for steps in metrics.read(str(tmp_path / "run")).values():
+        assert sum(step.wait for step in steps) < 0.3 * spent, "nobody waits for long"
 
 
 def test_a_batch_that_is_no_good_is_left_out_by_one_worker_alone(tmp_path):

@@ -77,6 +77,39 @@ def test_going_back_does_not_meet_the_shares_of_later_steps(script: str) -> None
     assert done.of("rebalanced")
 
 
+POISONED = """
+import torch, shoal
+from torch import nn
+
+torch.manual_seed(0)
+inputs = torch.rand(64, 4) + 0.1
+inputs[17] = torch.nan
+inputs[40] = 0.0
+
+def loss(model, batch):
+    there = model(batch).square()
+    return (there + (there * batch[:, :1]).sqrt()).mean()  # the root of 0 has no gradient
+
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+shoal.Trainer(model, loss, optimizer, inputs, batch_size=16, shards=8, shuffle=False, balance=False).fit(steps=4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("transport", "suspects"), [("shm", range(40, 48)), pytest.param("tcp", range(32, 48), marks=pytest.mark.slow)]
+)
+def test_the_samples_that_did_it_are_named(script: str, transport: str, suspects: range) -> None:
+    """Of a loss the one that holds nan; of a gradient those of the worker that had it, or of the step."""
+    Path(script).write_text(POISONED)
+    done = run(Faults(), script, "run", transport)
+    assert done.exit_code == 0
+    found = {(event.rank, event.step): event.data["samples"] for event in done.of("step_skipped")}
+    assert found == {(rank, step): ids for rank in (0, 1) for step, ids in ((1, [17]), (2, list(suspects)))}
+    told = [event.data["message"] for event in done.of("step_skipped") if event.step == 2]
+    assert told == ["The gradient is nan, though the loss is a number: in bias, weight."] * 2
+
+
 def test_data_that_stays_bad_ends_the_run_with_its_samples(script: str) -> None:
     Path(script).write_text(SCRIPT.replace("b[1]).square()", "b[1].log()).square()"))
     done = run(Faults(), script, "run")

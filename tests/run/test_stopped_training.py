@@ -67,6 +67,11 @@ class Run:
         names = os.listdir(self.folder / "checkpoints") if (self.folder / "checkpoints").exists() else []
         return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d+)(?:-g\d+)?", name)))
 
+    def workers(self) -> tuple[int | None, int]:
+        """The fewest, None where the run is not elastic, and the most."""
+        facts = json.loads((self.folder / "run.json").read_text())
+        return facts.get("min_workers"), facts["num_workers"]
+
     def resume(self, *args: str) -> str:
         """Go on to the end; returns the digest."""
         done = self.box.run("run", "--resume", "r", *args, timeout=60)
@@ -91,13 +96,26 @@ def test_what_was_done_is_saved_and_gone_on_with(box: Box, clean: dict[int, str]
     _, told = run.launcher.communicate()
     if number != signal.SIGKILL:
         assert f"shoal: saved at step {saved}; go on with `shoal run --resume r`" in told
-    # Without -n it has as many workers as before, and as few; with it, another number.
-    is_plain = number != signal.SIGTERM
-    assert run.resume(*(() if is_plain else ("-n", "3"))) == clean[STEPS]
+    assert run.resume() == clean[STEPS]
     assert run.events("resumed")[-1]["step"] == saved
-    facts = json.loads((run.folder / "run.json").read_text())
-    least = int(size[0]) if ":" in size and is_plain else None
-    assert (facts.get("min_workers"), facts["num_workers"]) == (least, 2 if is_plain else 3)
+    assert run.workers() == (int(size[0]) if ":" in size else None, 2), "as many as before, and as few"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after", "workers"), [("1:2", "3", (None, 3)), ("2", "1", (None, 1)), ("2", "1:3", (1, 3))]
+)
+def test_after_a_killed_launcher_another_number_of_workers_goes_on(
+    box: Box, clean: dict[int, str], before: str, after: str, workers: tuple[int | None, int]
+) -> None:
+    run = Run(box, before)
+    box.wait_for(lambda: run.num_steps() >= 5, 40)
+    run.stop(signal.SIGKILL)
+    run.launcher.communicate()
+    (saved,) = run.checkpoints()
+    assert run.resume("-n", after) == clean[STEPS]
+    assert run.events("resumed")[-1]["step"] == saved
+    assert run.workers() == workers
 
 
 @pytest.mark.slow

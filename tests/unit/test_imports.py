@@ -150,3 +150,9 @@ def test_the_launcher_imports_neither_torch_nor_numpy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_faults_are_within_reach_and_need_no_torch():
+    code = "import sys, shoal\nassert len(shoal.testing.Faults().kill(1, 3)) == 1\nassert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

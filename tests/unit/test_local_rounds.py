@@ -10,9 +10,12 @@ from torch import nn
 
 import shoal
 from shoal.comm.connect import connect
+from shoal.data.ledger import Ledger
 from shoal.data.shares import Schedule, dithered
 from shoal.spec.errors import UserError
 from shoal.train.flat import FlatModel, plan_layout
+from shoal.train.settings import Settings
+from shoal.train.setup import check_rounds, tell_round
 from shoal.train.sync.local_outer import Outer, warmed_up
 from shoal.train.sync.local_rounds import FIRST_STEPS, Pace, cut_fragments, first_round, next_round
 
@@ -160,3 +163,27 @@ def test_the_outer_step_is_that_of_torch_once_the_run_is_old():
     young.move(way.clone(), way, span, age=1)
     assert torch.allclose(flat.values - young.anchor, torch.full_like(way, 0.7 * (1 + 1 / 11)))
     group.close()
+
+
+LEDGER = Ledger(num_samples=40, batch_size=10)
+
+
+def agreeing(every):
+    return Settings(batch_size=10, sync=shoal.local(every))
+
+
+@pytest.mark.parametrize("length", [{"steps": 8}, {"epochs": 2}])
+def test_a_round_longer_than_fit_is_refused_and_one_longer_than_an_epoch_is_not(length):
+    asked = {"epochs": None, "steps": None, **length}
+    check_rounds(agreeing(8), LEDGER, **asked)
+    with pytest.raises(UserError, match=r"every 9 steps, and fit\(\) is to take 8") as caught:
+        check_rounds(agreeing(9), LEDGER, **asked)
+    assert "every=8 or less" in caught.value.hint
+
+
+def test_a_loop_is_told_when_it_will_agree(capsys):
+    for every, rank in ((4, 0), (9, 1), (9, 0)):
+        tell_round(agreeing(every), LEDGER, rank)
+    told = capsys.readouterr().err
+    assert told.count("shoal: ") == 1
+    assert "an epoch has 4 step(s), and the workers agree every 9: first in epoch 3." in told

@@ -1,5 +1,8 @@
 """Cutting models into stages: what can be followed, what the stages compute together, and where cuts fall."""
 
+import functools
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,8 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.spec.errors import UserError
-from shoal.train.split.balance import choose_bounds, measure_parts
+from shoal.train.split.balance import choose_bounds, measure_parts, stage_bytes
 from shoal.train.split.boundary import Arrival, describe_values, rebuild_values, tensors_in
+from shoal.train.split.counting import check_counting, find_changed, read_numbers
 from shoal.train.split.cutting import find_places
 from shoal.train.split.programs import write_down
 from tests.numerics import models
@@ -78,6 +82,16 @@ class AsksForTypes(nn.Module):
         return self.second(self.first(x).relu()).reshape(x.shape[0], 2, 2)
 
 
+class RecomputesUnfollowed(AsksForTypes):
+    """Recomputation in code that only torch.export follows, under another name than torch's."""
+
+    def forward(self, x):
+        return super().forward(recompute(self.first, x))
+
+
+recompute = functools.partial(checkpoint, use_reentrant=False)
+
+
 def tokens(count=3):
     return torch.randint(0, 64, (count, 12))
 
@@ -122,6 +136,17 @@ def test_the_stages_together_are_the_model(name):
         torch.autograd.backward([t for t in sent if t.requires_grad], arrival.gradients)
         assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), wanted, strict=True))
         model.zero_grad()
+
+
+def test_layers_that_are_recomputed_are_called_and_not_read():
+    assert set(write_down(NanoGPT(), (tokens(),), {}, 2, ()).direct()) == {"scale"}
+
+
+def test_activations_that_would_not_be_recomputed_are_refused():
+    """torch.export takes layers apart, and would keep them."""
+    with pytest.raises(UserError, match=r"cannot recompute activations \(torch.utils.checkpoint\)") as raised:
+        write_down(RecomputesUnfollowed(), (torch.randn(3, 4),), {}, 2, ())
+    assert "torch.export, which takes layers apart" in raised.value.why
 
 
 def test_layers_are_those_of_containers_unless_there_are_too_few():
@@ -169,6 +194,80 @@ def test_a_decision_by_a_size_holds_for_that_size_only():
     stage(program.root, torch.randint(0, 64, (2, 9)))
     with pytest.raises(UserError, match="depends on a size that has changed"):
         stage(program.root, torch.randint(0, 64, (2, 17)))
+
+
+WAYS = {
+    "in place": lambda model: model.seen.add_(1),
+    "augmented": lambda model: setattr(model, "seen", operator.iadd(model.seen, 1)),
+    "scaled": lambda model: setattr(model, "seen", operator.imul(model.seen, 2)),
+    "anew": lambda model: setattr(model, "seen", model.seen + 1),
+    "twice": lambda model: (setattr(model, "seen", model.seen + 1), setattr(model, "seen", model.seen * 2)),
+    "a constant": lambda model: setattr(model, "seen", torch.tensor(7.0)),
+}
+
+
+class Counting(nn.Module):
+    """Changes a buffer between its layers, and computes with what it was and with what it is."""
+
+    def __init__(self, way):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.way = nn.Linear(4, 4), nn.Linear(4, 4), way
+        self.register_buffer("seen", torch.ones(()))
+
+    def forward(self, x):
+        x = self.first(x)
+        before = self.seen
+        WAYS[self.way](self)
+        return self.last(x * before) / self.seen
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_buffer_that_changes_between_layers_does_so_in_every_call(way):
+    model, alone = Counting(way), Counting(way)
+    program = write_down(model, (torch.ones(2, 4),), {}, 2, ())
+    assert program.called() == ["first", "last"], "layers are called as they are"
+    model.seen = torch.ones(())
+    forward = program.extract(0, len(program.nodes))
+    for _ in range(3):
+        inputs = torch.randn(3, 4)
+        assert torch.equal(forward(program.root, inputs)[0], alone(inputs))
+        assert torch.equal(model.seen, alone.seen)
+        assert not model.seen.requires_grad
+
+
+class CountsCalls(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.calls, self.last = nn.Linear(4, 4), nn.Linear(4, 4), 0, None
+
+    def forward(self, x):
+        self.calls += 1
+        self.last = self.first(x)
+        return self.second(self.last) * self.calls
+
+
+def counted(model):
+    data = torch.ones(2, 4)
+    numbers = read_numbers(model)
+    model(data)
+    return find_changed(model, numbers), write_down(model, (data,), {}, 2, ())
+
+
+def test_code_that_counts_its_calls_is_refused_and_a_layer_that_does_is_not():
+    model = CountsCalls()
+    changed, program = counted(model)
+    assert changed == {"": "calls"}
+    with pytest.raises(UserError, match=r"forward of itself changes `self\.calls`"):
+        check_counting(model, program, changed)
+    assert isinstance(model.last, torch.Tensor), "what it is to the user"
+    model = nn.Sequential(nn.Linear(4, 4), CountsCalls(), nn.Linear(4, 4))
+    changed, program = counted(model)
+    assert changed == {"1": "calls"}
+    check_counting(model, program, changed)
+    finer = write_down(model, (torch.ones(2, 4),), {}, 4, ())
+    with pytest.raises(UserError, match=r"forward of 1 \(CountsCalls\) changes"):
+        check_counting(model, finer, changed)
 
 
 def places_of(model, inputs, num_stages=2, changing=()):
@@ -225,16 +324,35 @@ def test_more_stages_than_layers_are_refused():
     ],
 )
 def test_stages_take_equally_long_and_then_need_equally_much(seconds, num_bytes, stages, bounds):
-    assert choose_bounds(seconds, num_bytes, stages) == bounds
+    need = stage_bytes(num_bytes, [0] * len(seconds), [1] * stages)
+    assert choose_bounds(seconds, need, stages) == bounds
+
+
+def test_a_stage_that_keeps_more_microbatches_gets_what_saves_less():
+    """Two cuts are as fast; the first stage keeps two micro-batches where the second keeps one."""
+    seconds, saved = [1, 0.01, 1], [1, 5, 1]
+    assert choose_bounds(seconds, stage_bytes([0, 0, 0], saved, [1, 2]), 2) == [0, 2, 3]
+    assert choose_bounds(seconds, stage_bytes([0, 0, 0], saved, [2, 1]), 2) == [0, 1, 3]
+    assert choose_bounds(seconds, stage_bytes([0, 0, 9], saved, [2, 1]), 2) == [0, 2, 3], "its state counts, too"
 
 
 def test_every_part_is_measured():
     model = models.make("cnn")[0]
     program = write_down(model, (torch.randn(3, 1, 8, 8),), {}, 2, ())
     every = [0, *(layer.at for layer in program.layers[1:]), len(program.nodes)]
-    seconds = measure_parts(program, every, [torch.randn(3, 1, 8, 8)], torch.enable_grad)
-    assert len(seconds) == 9
+    held = [*model.parameters(), *model.buffers()]
+    seconds, saved = measure_parts(program, every, [torch.randn(3, 1, 8, 8)], torch.enable_grad, held)
+    assert len(seconds) == len(saved) == 9
     assert all(value > 0 for value in seconds)
+
+
+def test_what_a_part_keeps_for_its_backward_is_counted():
+    model = nn.Sequential(nn.Linear(4, 100), nn.Linear(100, 50), nn.Tanh())
+    data = torch.randn(3, 4)
+    program = write_down(model, (data,), {}, 3, ())
+    every = [0, *(layer.at for layer in program.layers[1:]), len(program.nodes)]
+    _, saved = measure_parts(program, every, [data], torch.enable_grad, list(model.parameters()))
+    assert saved == [0, 3 * 100 * 4, 3 * 50 * 4], "what was given, what was received, and its own output"
 
 
 def test_values_are_described_and_rebuilt():

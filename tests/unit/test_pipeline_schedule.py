@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.train.split.schedule import CHUNKS, Op, ideal_bubble, list_messages, plan_order
+from shoal.train.split.schedule import CHUNKS, Op, count_kept, ideal_bubble, list_messages, plan_order
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 CASES = [(name, size, m) for name in SCHEDULES for size in (2, 3, 4) for m in (1, 2, 3, 5, 8, 12)]
@@ -88,3 +88,10 @@ def test_every_message_is_expected_by_whoever_gets_it(schedule, size, num_microb
     sent = [m for order in orders for to in range(size) for m in list_messages(order, size, to)]
     wanted = 2 * (CHUNKS[schedule] * size - 1) * num_microbatches
     assert len(sent) == len(set(sent)) == wanted
+
+
+def test_early_stages_keep_more_microbatches_than_late_ones():
+    assert count_kept("1f1b", 4, 8) == [4, 3, 2, 1]
+    assert count_kept("1f1b", 4, 2) == [2, 2, 2, 1]
+    assert count_kept("gpipe", 3, 8) == [8, 8, 8]
+    assert len(count_kept("interleaved", 2, 8)) == 4

@@ -27,6 +27,7 @@ NAMES = [
     "pipeline",
     "sharded",
     "tensor",
+    "testing",
 ]
 
 TRAINER = {

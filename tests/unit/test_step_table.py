@@ -7,9 +7,10 @@ from torch import nn
 
 import shoal
 from shoal.spec.errors import UserError
+from shoal.train.divergence import Diverged
 from shoal.train.flat import plan_layout
 from shoal.train.sync.sync import Row, Standing
-from shoal.train.sync.table import LossNotFinite, StepTable, checked_norm, not_finite
+from shoal.train.sync.table import LossNotFinite, NotFinite, StepTable, check_losses, checked_norm, not_finite
 
 
 def table(num_shards=4):
@@ -65,7 +66,51 @@ def test_a_loss_that_is_no_number_names_its_shard():
     steps.write(rows, range(4), 0, Standing(step=0))
     with pytest.raises(LossNotFinite) as caught:
         steps.read(4)
-    assert (caught.value.shard, caught.value.num_samples, caught.value.value) == (1, 5, float("inf"))
+    assert (caught.value.spans, caught.value.value) == ([(1, 5), (2, 2)], float("inf"))
+
+
+def test_losses_of_both_infinities():
+    steps = table()
+    steps.write([row(0, loss=float("inf")), row(1, loss=float("-inf"))], range(4), 0, Standing(step=0))
+    with pytest.raises(LossNotFinite, match="The loss is inf in shard 0"):
+        steps.read(4)
+
+
+def test_pieces_of_a_shard_are_bad_together():
+    """Of a copy's own rows: which piece of a shard it was is not known."""
+    rows = [row(3, num_samples=2), row(3, loss=float("nan"), num_samples=4), row(5, loss=float("inf"))]
+    with pytest.raises(LossNotFinite) as caught:
+        check_losses(rows)
+    assert caught.value.spans == [(3, 6), (5, 2)]
+
+
+def with_checksums(*checksums, loss=3.0):
+    steps = StepTable(2, len(checksums), lambda size: torch.zeros(size, dtype=torch.float64))
+    for rank, checksum in enumerate(checksums):
+        steps.write([row(rank, loss=loss)], range(rank, rank + 1), rank, Standing(step=3, checksum=checksum))
+    return steps
+
+
+def test_copies_that_are_not_equal():
+    with_checksums(7, 7).check_copies()
+    with pytest.raises(Diverged) as caught:
+        with_checksums(7, 8).check_copies()
+    assert caught.value.checksums == [7, 8]
+
+
+def test_parts_hear_of_what_another_part_has_found():
+    """What is largest over the parts of a copy is put back into the table of each."""
+    good, other = with_checksums(7, 7), with_checksums(7, 8)
+    good.correct(torch.maximum(good.standings(), other.standings()))
+    with pytest.raises(Diverged) as caught:
+        good.check_copies()
+    assert caught.value.checksums == [7, 7]
+
+    good, lost = with_checksums(7, 7), with_checksums(9, 9, loss=float("nan"))
+    good.correct(torch.maximum(good.standings(), lost.standings()))
+    good.check_copies()
+    with pytest.raises(NotFinite, match="in another part of the model"):
+        good.read(2)
 
 
 def test_a_gradient_that_is_no_number_names_its_parameters():

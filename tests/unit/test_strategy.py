@@ -23,7 +23,10 @@ SPLITS = {
     "tensor:2": shoal.tensor(2),
     "pipeline:3": shoal.pipeline(3),
     "pipeline:2,microbatches=8,schedule=gpipe": shoal.pipeline(2, microbatches=8, schedule="gpipe"),
+    "pipeline:2,cuts=4": shoal.pipeline(2, cuts=("4",)),
+    "pipeline:3,schedule=gpipe,cuts=blocks.2+head": shoal.pipeline(3, schedule="gpipe", cuts=("blocks.2", "head")),
     "tensor:2+pipeline:2": combine((shoal.tensor(2), shoal.pipeline(2))),
+    "tensor:2+pipeline:3,cuts=a.1+b": combine((shoal.tensor(2), shoal.pipeline(3, cuts=("a.1", "b")))),
 }
 
 
@@ -78,12 +81,20 @@ def test_a_sync_that_cannot_be(text, word):
         ("pipeline:2,schedule=random", "schedule='random'"),
         ("pipeline:2,microbatches=0", "microbatches=0"),
         ("tensor:2+tensor:2", "once in each way"),
+        ("tensor:2+ring:2", "There is no split 'ring'"),
+        ("tensor:2,cuts=4", "more than is understood: cuts"),
     ],
 )
 def test_a_split_that_cannot_be(text, word):
     with pytest.raises(UserError) as caught:
         parse_split(text)
     assert word in str(caught.value.render())
+
+
+def test_one_name_of_a_layer_is_no_tuple_of_them():
+    with pytest.raises(UserError, match="This pipeline does not work") as caught:
+        shoal.pipeline(2, cuts="layers")
+    assert caught.value.hint == 'for example: cuts=("layers.2",)'
 
 
 def test_parts_of_a_copy_are_neighbours():

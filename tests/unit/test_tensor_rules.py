@@ -74,6 +74,7 @@ ON_HEADS = {
     "unsqueeze": lambda x: x.unsqueeze(2).squeeze(2),
     "select": lambda x: x.select(1, 2),
     "halves of a head": lambda x: torch.cat((-x[..., 3:], x[..., :3]), dim=-1),
+    "an empty cache": lambda x: torch.cat([torch.tensor([]), x.transpose(1, 2)], dim=-2),
     "stack": lambda x: torch.stack((x, x), 0),
     "chunk others": lambda x: x.chunk(2, -1),
     "unbind before": lambda x: x.unbind(0),

@@ -84,7 +84,7 @@ def find_failures(evidence: Evidence) -> list[Failure]:
     """
     errors = merge_errors(evidence.errors)
     exits = {end.rank: end for end in evidence.exits}
-    found = [_from_error(event, exits.get(rank)) for rank, event in errors.items()]
+    found = [failure_of(event, exits.get(rank)) for rank, event in errors.items()]
     found += [
         _from_exit(end, evidence) for end in evidence.exits if end.rank not in errors and _is_failure(end, evidence)
     ]
@@ -131,7 +131,8 @@ def shell_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def _from_error(event: Event, end: WorkerExit | None) -> Failure:
+def failure_of(event: Event, end: WorkerExit | None = None) -> Failure:
+    """What a worker said to have gone wrong, and how it ended, if it has."""
     data = event.data
     kind, message = str(data.get("type") or "Error"), str(data.get("message") or "")
     step = data.get("step") if event.step is None else event.step

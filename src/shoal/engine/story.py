@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
-from shoal.engine.cause import Failure
+from shoal.engine.cause import Failure, failure_of
 from shoal.spec.errors import WorkerError
+from shoal.spec.event import Event
 from shoal.spec.job import WorkerExit
 
 MAX_LINE = 160
@@ -22,6 +23,11 @@ def as_error(failure: Failure) -> WorkerError:
     )
     error.exit_code = failure.exit_code
     return error
+
+
+def tell_error(event: Event) -> str:
+    """What a worker said to have gone wrong."""
+    return as_error(failure_of(event)).render()
 
 
 def tell_failures(failures: Sequence[Failure], exits: Iterable[WorkerExit], logs: str) -> str:

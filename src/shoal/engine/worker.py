@@ -300,13 +300,19 @@ class Control:
         return code
 
     def report_ours(self, error: Any) -> int:
-        """An error that says itself what to do is shown without a traceback; the launcher still gets one."""
+        """An error that says itself what to do is shown without a traceback; the launcher still gets one.
+
+        A mistake in what was asked is most often made by all workers: the launcher shows it once, and logs it for us.
+        """
         error.at(rank=self.rank, where=place_of(error))
         facts = {name: getattr(error, name) for name in ("message", "why", "hint", "step", "exit_code")}
-        facts["is_retryable"] = isinstance(error, getattr(sys.modules["shoal.spec.errors"], "Retryable", ()))
+        errors = sys.modules["shoal.spec.errors"]
+        facts["is_retryable"] = isinstance(error, getattr(errors, "Retryable", ()))
+        facts["is_for_log"] = isinstance(error, getattr(errors, "UserError", ())) and not facts["is_retryable"]
         self.send(error, facts, error.where)
         sys.stdout.flush()
-        sys.stderr.write(error.render() + "\n")
+        if not facts["is_for_log"]:
+            sys.stderr.write(error.render() + "\n")
         return int(error.exit_code)
 
     def report_exit(self, error: SystemExit) -> None:

@@ -20,7 +20,7 @@ KINDS: Mapping[str, frozenset[str]] = {
     "slow": frozenset({"at", "seconds", "steps"}),
     "fail": frozenset({"at", "error", "retryable"}),
     "nan": frozenset({"steps"}),
-    "corrupt": frozenset(),
+    "corrupt": frozenset({"bit"}),
     "partition": frozenset({"at", "seconds"}),
     "disk_full": frozenset({"at", "seconds", "mebibytes"}),
 }
@@ -41,8 +41,9 @@ class Fault:
     `incarnation` 0 is the first process of that rank, 1 its replacement. None is whoever has the rank: then a fault
     whose step has passed while nobody was there strikes as soon as somebody is.
 
-    `seconds` is how long it lasts; None is until somebody ends it. `steps` is over how many steps in a row. Raises
-    UserError where this makes no sense.
+    `seconds` is how long it lasts; None is until somebody ends it. `steps` is over how many steps in a row. `bit` is
+    that of a parameter, from the lowest on; None is the highest of its mantissa. Raises UserError where this makes no
+    sense.
     """
 
     kind: str
@@ -56,6 +57,7 @@ class Fault:
     error: str = ""
     retryable: bool = False
     mebibytes: float | None = None
+    bit: int | None = None
 
     def __post_init__(self) -> None:
         _check_words(self)
@@ -102,9 +104,9 @@ def _check_words(fault: Fault) -> None:
 
 
 def _check_numbers(fault: Fault) -> None:
-    for name, least in (("rank", 0), ("step", 0), ("incarnation", 0), ("steps", 1)):
+    for name, least in (("rank", 0), ("step", 0), ("incarnation", 0), ("bit", 0), ("steps", 1)):
         value = getattr(fault, name)
-        if value is None and name in ("rank", "step", "incarnation"):
+        if value is None and name != "steps":
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise UserError(f"{name} of a {fault.kind} is {value!r}.", hint=f"give a whole number, {least} or more")

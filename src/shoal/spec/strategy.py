@@ -1,9 +1,11 @@
 """How several workers train one model: how it is cut (`Split`) times how its copies agree (`Sync`). Plain data.
 
 Each has a text, the same on the command line and in a run's folder: `sharded:parameters`, `local:32`,
-`pipeline:2,microbatches=8`, `tensor:2+pipeline:2`. `str` writes it and `parse_sync` and `parse_split` read it.
+`pipeline:2,microbatches=8,cuts=layers.2`, `tensor:2+pipeline:2`. `str` writes it and `parse_sync` and `parse_split`
+read it; only the `plan` of a tensor split has none.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -127,13 +129,17 @@ class Pipeline:
         _check_count("pipeline", "size", self.size)
         _check_count("pipeline", "microbatches", self.microbatches)
         _check_one_of("pipeline", "schedule", self.schedule, get_args(Order))
+        cuts: Any = self.cuts
+        if cuts is not None and (isinstance(cuts, str) or not all(isinstance(name, str) for name in cuts)):
+            raise _wrong("pipeline", f"cuts={cuts!r} is no tuple of names of layers", 'cuts=("layers.2",)')
 
     @property
     def num_microbatches(self) -> int:
         return self.microbatches if self.microbatches is not None else 4 * self.size
 
     def __str__(self) -> str:
-        return _write("pipeline", str(self.size), self, ("size", "cuts"))
+        cuts = f",cuts={'+'.join(self.cuts)}" if self.cuts is not None else ""
+        return _write("pipeline", str(self.size), self, ("size", "cuts")) + cuts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,13 +262,14 @@ def parse_sync(text: str) -> Sync:
 
 
 def parse_split(text: str) -> Split | None:
-    """`tensor:2`, `pipeline:2,microbatches=8,schedule=gpipe`, both with a `+` between, or `none`."""
+    """`tensor:2`, `pipeline:2,microbatches=8,cuts=layers.2+head`, both with a `+` between, or `none`."""
     if text.lower() in ("", "none"):
         return None
-    if "+" in text:
-        return combine([parse_split(part) for part in text.split("+")])
+    ways = re.split(r"\+(?=\w+:)", text)  # other ones are between names of layers
+    if len(ways) > 1:
+        return combine([parse_split(way) for way in ways])
     name, first, more = _read(text)
-    known = {"tensor": (), "pipeline": ("microbatches", "schedule")}.get(name)
+    known = {"tensor": (), "pipeline": ("microbatches", "schedule", "cuts")}.get(name)
     if known is None:
         raise UserError(
             f"There is no split {name!r}.",
@@ -270,7 +277,9 @@ def parse_split(text: str) -> Split | None:
             hint="for example: split=pipeline:2 or split=tensor:2+pipeline:2",
         )
     _refuse(text, {key: value for key, value in more.items() if key not in known})
-    given = {key: _number(text, value) for key, value in more.items()}
+    given: dict[str, Any] = {
+        key: tuple(value.split("+")) if key == "cuts" else _number(text, value) for key, value in more.items()
+    }
     return (tensor if name == "tensor" else pipeline)(_number(text, first), **given)
 
 

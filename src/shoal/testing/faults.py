@@ -114,9 +114,13 @@ class Faults:
         """Make the loss, and so the gradients, not a number."""
         return self._with(kind="nan", rank=rank, step=step, steps=steps, **when)
 
-    def corrupt(self, rank: int, step: int | None = None, **when: Any) -> Self:
-        """Flip a bit in a worker's parameters."""
-        return self._with(kind="corrupt", rank=rank, step=step, **when)
+    def corrupt(self, rank: int, step: int | None = None, *, bit: int | None = None, **when: Any) -> Self:
+        """Flip a bit of a worker's largest parameter: by default one that changes it by a quarter to a half.
+
+        `bit` counts from the lowest: of a float32, 0 to 22 are its mantissa, 23 to 30 its exponent, and 31 its sign.
+        Raises UserError in the run where all workers share one copy.
+        """
+        return self._with(kind="corrupt", rank=rank, step=step, bit=bit, **when)
 
     def partition(
         self, rank: int, step: int | None = None, seconds: float | None = None, *, at: str = "start", **when: Any

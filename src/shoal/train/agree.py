@@ -19,6 +19,9 @@ from shoal.train.settings import Settings, values_of
 OWN = ("compile", "device", "keep", "loaders", "memory", "microbatch_size", "precision", "threads", "timeout_seconds")
 """Settings that each worker may have for itself. In exact mode precision is part of the result."""
 
+OF_A_COPY = ("microbatch_size", "precision")
+"""Those of them that the workers of one copy must have in common: they compute the same pieces together."""
+
 SHOWN_BYTES = 80
 """Of a value that differs, how much is told."""
 
@@ -33,22 +36,37 @@ def check_same(group: Group, model: nn.Module, optimizer: torch.optim.Optimizer,
         check_agreement(group, hyper_facts(optimizer))
 
 
-def check_agreement(group: Group, facts: Mapping[str, object]) -> None:
+def check_copies(group: Group, settings: Settings, num_parts: int) -> None:
+    """Raise UserError unless the workers of each copy, `num_parts` neighbours, are to compute alike."""
+    if num_parts > 1:
+        facts = {name: getattr(settings, name) for name in OF_A_COPY}
+        check_agreement(group, facts, num_together=num_parts, why="they hold one copy of the model together")
+
+
+def check_agreement(
+    group: Group,
+    facts: Mapping[str, object],
+    *,
+    num_together: int | None = None,
+    why: str = "they train one model together, on one dataset",
+) -> None:
     """Raise the same error on every rank for the first fact that is not the same on all; its values are told.
 
-    Names must be the same everywhere. Costs one small all_gather.
+    With `num_together`, on so many neighbours. Names must be the same everywhere. Costs one small all_gather.
     """
     if group.size == 1:
         return
     mine = torch.tensor([_number(value) for value in facts.values()])
     everyone = _gather(group, mine)
+    first_of = [rank - rank % (num_together or group.size) for rank in range(group.size)]
     for column, (name, value) in enumerate(facts.items()):
-        odd = [rank for rank in range(group.size) if everyone[rank, column] != everyone[0, column]]
+        odd = [rank for rank in range(group.size) if everyone[rank, column] != everyone[first_of[rank], column]]
         if odd:
-            here, there = _texts(group, str(value), odd[0])
+            first, other = first_of[odd[0]], odd[0]
+            here, there = _texts(group, str(value), (first, other))
             raise UserError(
-                f"The workers do not agree: {name} is {here} on rank 0 and {there} on rank {odd[0]}.",
-                why="they train one model together, on one dataset",
+                f"The workers do not agree: {name} is {here} on rank {first} and {there} on rank {other}.",
+                why=why,
                 hint=HINT,
             )
 
@@ -123,11 +141,11 @@ def _gather(group: Group, mine: torch.Tensor) -> torch.Tensor:
     return everyone.view(group.size, -1)
 
 
-def _texts(group: Group, text: str, rank: int) -> tuple[str, str]:
-    """The texts of rank 0 and of another."""
+def _texts(group: Group, text: str, ranks: tuple[int, int]) -> tuple[str, str]:
+    """The texts of two ranks."""
     mine = torch.zeros(SHOWN_BYTES, dtype=torch.uint8)
     data = text.encode()[:SHOWN_BYTES]
     mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
     everyone = _gather(group, mine)
-    both = [bytes(everyone[each].tolist()).rstrip(b"\0").decode(errors="ignore") for each in (0, rank)]
+    both = [bytes(everyone[each].tolist()).rstrip(b"\0").decode(errors="ignore") for each in ranks]
     return both[0], both[1]

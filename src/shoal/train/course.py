@@ -1,6 +1,5 @@
 """Where a run is, and all that goes on with it from step to step: saved, resumed, and handed on to newcomers."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +17,8 @@ from shoal.observe.recorder import Recorder
 from shoal.spec.errors import Retryable
 from shoal.spec.strategy import Local
 from shoal.train import setup
-from shoal.train.agree import check_same, facts_of
-from shoal.train.divergence import find_diverged
+from shoal.train.agree import check_copies, check_same, facts_of
+from shoal.train.divergence import NUM_PARTS, find_diverged
 from shoal.train.feed import Feed
 from shoal.train.flat import named_tensors
 from shoal.train.handover import share_facts, share_tensors
@@ -33,7 +32,7 @@ from shoal.train.team import Subject, Team
 from shoal.train.traits import ChangingBuffers
 
 MOST_REPAIRS = 3
-"""A worker whose copy goes wrong more often than this is replaced."""
+"""In a run of fixed size, a worker whose copy goes wrong more often than this ends it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +69,7 @@ class Course:
         self.is_averaged = False
         self._caught_average: dict[str, torch.Tensor] = {}
         self._first_generation = 0
-        self._num_repairs: Counter[int] = Counter()
+        self._num_repairs = 0
         self.schedule = self._equal_shares()
         self._shapes = {name: value.shape for name, value in named_tensors(subject.model)}
 
@@ -144,35 +143,45 @@ class Course:
         if self._team.rank == 0:
             self._route.recorder.event("rebalanced", effective, shares=better, seconds_per_sample=seconds_per_sample)
 
-    def repair(self, checksums: tuple[float, ...]) -> None:
-        """Copies of the parameters differ: name those that are not like most, and give them the others' state."""
+    def repair(self, checksums: Sequence[float]) -> None:
+        """Copies differ: name those that are not like most, and give them the others' state, to take the step again.
+
+        In an elastic run whoever went wrong is replaced instead: memory that failed once may do so again. Where only
+        another part of the model differs, there is nothing to do here.
+        """
+        team = self._team
+        if self.feed is not None:
+            self.feed.drop()
         diverged, source = find_diverged(checksums)
-        team, num_copies = self._team, self._team.mesh.num_copies
-        workers, good, me = [team.worker_of(copy) for copy in diverged], team.worker_of(source), team.copy
-        is_sure = len(diverged) < num_copies - len(diverged)
-        self._num_repairs.update(workers)
-        # After a loss all have the lead's parameters, and who is asked makes no difference.
-        team.together(lambda: self._copy_from(min(source, team.copies.size - 1)), self)
-        if self._team.rank == 0:
-            self._tell_diverged(workers, good, is_sure)
-        if me in diverged and self._num_repairs[workers[diverged.index(me)]] > MOST_REPAIRS:
+        is_mine = team.copy in diverged
+        if is_mine:
+            self._num_repairs += 1
+            self._tell_diverged(team.worker_of(source), is_sure=2 * len(diverged) < len(checksums))
+        if diverged and not team.is_elastic:
+            self._copy_from(source)
+        if is_mine and (team.is_elastic or self._num_repairs > MOST_REPAIRS):
+            times = "" if self._num_repairs == 1 else f" {self._num_repairs} times"
             raise Retryable(
-                f"The parameters of this worker differed from the others' {MOST_REPAIRS + 1} times.",
+                f"The parameters of this worker differed from the others'{times}.",
                 why="its memory or its processor makes mistakes",
                 hint="test the machine's memory; replace it if this happens again",
-            )
+            ) from None
 
     def _copy_from(self, source: int) -> None:
         assert self._team.sync is not None
-        share_tensors(self._team.copies, dict(self._team.sync.replica.tensors()), source)
+        replica = self._team.sync.replica
+        # Whole, with what lies between parameters: that is looked at, too.
+        tensors = {**dict(replica.tensors()), "values": replica.flat.values}
+        share_tensors(self._team.copies, tensors, source)
 
-    def _tell_diverged(self, workers: list[int], good: int, is_sure: bool) -> None:
-        for worker in workers:
-            data = {"worker": worker, "repaired_from": good, "is_sure": is_sure}
-            self._route.recorder.event("replica_diverged", self.place.step, **data)
-        names = ", ".join(map(str, workers))
-        doubt = "" if is_sure else " (or those of the others were wrong: with so few nobody can tell)"
-        say(f"shoal: repaired the parameters of rank {names} at step {self.place.step}: they were wrong{doubt}")
+    def _tell_diverged(self, good: int, *, is_sure: bool) -> None:
+        """Said by the worker itself. What it computed since its parameters were last looked at may be wrong."""
+        me, step, is_replaced = self._team.worker_of(self._team.copy), self.place.step, self._team.is_elastic
+        data = {"worker": me, "repaired_from": None if is_replaced else good, "is_sure": is_sure}
+        self._route.recorder.event("replica_diverged", step, **data, since=max(0, step - NUM_PARTS))
+        doubt = "" if is_sure else f" (or those of rank {good} were: nobody can tell)"
+        what = "it is replaced" if is_replaced else f"it takes those of rank {good}"
+        say(f"shoal: the parameters of rank {me} were wrong before step {step}{doubt}; {what}")
 
     # From one World to the next.
 
@@ -181,6 +190,7 @@ class Course:
         of, route, world = self._subject, self._route, self._team.world
         facts = facts_of(of.settings, route.ledger, route.scheduler)
         check_same(self._team.group, of.model, of.optimizer, facts)
+        check_copies(self._team.group, of.settings, self._team.mesh.num_parts)
         setup.check_same_data(self._team.group, route.source, route.recorder)
         self._team.divide()
         self._team.agree()

@@ -95,14 +95,18 @@ class FaultPlan:
         due = [self._is_due(number, fault, step) for number, fault in self._at.get("loss", ())]
         return loss * math.nan if any(due) else loss
 
-    def corrupt(self, weights: "torch.Tensor", step: int) -> None:
-        """Flip a bit in the middle of a flat tensor, if it is time to."""
+    def corrupt(self, weights: "torch.Tensor", step: int, *, is_shared: bool = False) -> None:
+        """Flip a bit of the largest value in a flat tensor, if it is time to; not of one that is everybody's."""
         for number, fault in self._at.get("weights", ()):
-            if self._is_due(number, fault, step):
-                import torch
-
-                as_bytes = weights.detach().view(torch.uint8)
-                as_bytes[len(as_bytes) // 2] ^= 0x10
+            if not self._is_due(number, fault, step):
+                continue
+            if is_shared:
+                raise UserError(
+                    "corrupt would change the parameters of all workers.",
+                    why="they share one copy in memory, so there is no other to compare it with",
+                    hint="give each its own: `-o transport=tcp`, or `Faults.run(..., options={'transport': 'tcp'})`",
+                )
+            _flip(weights.detach(), fault.bit)
 
     def _is_due(self, number: int, fault: Fault, step: int) -> bool:
         if number in self._last:
@@ -219,6 +223,18 @@ if os.getppid() == pid:
     if seconds and os.getppid() == pid:
         os.kill(pid, 18)
 """
+
+
+def _flip(values: "torch.Tensor", bit: int | None) -> None:
+    import torch
+
+    size = values.element_size()
+    if bit is None:  # the highest of the mantissa: 22 of a float32
+        bit = round(-math.log2(torch.finfo(values.dtype).eps)) - 1
+    if bit >= 8 * size:
+        raise UserError(f"There is no bit {bit} in a {values.dtype}.", hint=f"give one of 0 to {8 * size - 1}")
+    at = int(values.abs().argmax())
+    values.view(torch.uint8)[at * size + bit // 8] ^= 1 << bit % 8
 
 
 def _later(seconds: float | None, act: Callable[[], Any]) -> None:

@@ -80,6 +80,8 @@ class Trainer:
         with place_errors(facts.rank), ExitStack() as opened:
             self.settings, origins = make_settings({"batch_size": batch_size, **settings}, facts.options)
             check_parts(model, loss, optimizer, scheduler)
+            is_elastic = find_link(facts) is not None
+            num_copies = make_mesh(facts.world_size, self.settings.split, is_elastic=is_elastic).num_copies
             self.run_dir, self._recorder = setup.open_run(facts, run_dir, resume, opened)
             self.settings, self.device = equip(self.settings, model, optimizer, facts)
             self.model = uncompiled(model)
@@ -88,8 +90,6 @@ class Trainer:
             self._source = setup.make_source(dataset, collate, self.settings)
             limit = find_limit(self.settings.memory, self.device, facts.local_world_size)
             traits = setup.probe_model(self.model, loss, self._source, self.settings, self.device, facts.rank, limit)
-            is_elastic = find_link(facts) is not None
-            num_copies = make_mesh(facts.world_size, self.settings.split, is_elastic=is_elastic).num_copies
             self.ledger = setup.make_ledger(self.settings, self._source, traits, num_copies)
             self._buffers = ChangingBuffers(self.model, traits.changing)
             self._is_local = isinstance(self.settings.sync, Local)
@@ -208,6 +208,8 @@ class Trainer:
     def __iter__(self) -> Iterator[Batch]:
         """This worker's batches of one epoch, or of the rest of it: `for batch in trainer: trainer.step(batch)`."""
         stop_epoch, stop_step, goal = setup.next_goal(self.ledger, self._course.goal, 1, None)
+        if self.place.step == 0:
+            setup.tell_round(self.settings, self.ledger, self.rank)
         with self._calls.make("iterate") as call:
             if call.is_over:
                 self._course.goal = Place(**call.result)

@@ -117,3 +117,15 @@ def make_mesh(num_workers: int, split: Split | None, *, is_elastic: bool = False
         )
     num_slices = split.tensor.size if split is not None and split.tensor is not None else 1
     return Mesh(num_copies=num_copies, num_parts=num_parts, num_slices=num_slices)
+
+
+def check_share(split: Split | None, batch_size: int, num_copies: int) -> None:
+    """Refuse more micro-batches than a copy has samples of a step to make them of."""
+    wanted = split.pipeline.microbatches if split is not None and split.pipeline is not None else None
+    share = batch_size // num_copies
+    if wanted is not None and share < wanted:
+        raise UserError(
+            f"{share} samples of each copy are too few for {wanted} micro-batches.",
+            why="a micro-batch has at least one sample",
+            hint=f"use microbatches={max(1, share)}, or batch_size={wanted * num_copies} or more",
+        )

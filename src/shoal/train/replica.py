@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from shoal.train.chunked import ChunkedOptimizer, is_elementwise
+from shoal.train.chunked import ChunkedOptimizer, is_elementwise, spans_of
 from shoal.train.flat import CHUNK, Chunk, FlatModel
 from shoal.train.undo import BATCH_CHUNKS, Undo
 from shoal.train.whole import WholeOptimizer
@@ -45,6 +45,7 @@ class Replica:
         self._is_source = is_source
         self._decay = ema_decay
         self._is_dealt, self._num_owners = is_dealt, owner[1]
+        self.is_shared = owner[1] > 1
         self.counted: list[dict[str, float]] = []
         self.owned: Sequence[Chunk] = self.flat.layout.by_parameter() if is_alone else self.owned_by(owner[0])
         self.average = allocate(self.flat.layout.total, self.flat.dtype) if ema_decay is not None else None
@@ -116,7 +117,8 @@ class Replica:
 
         def changes(number: int) -> list[torch.Tensor]:
             batch = batches[number]
-            averages = [] if average is None else [average[owned[n].start : owned[n].stop] for n in batch]
+            spans = spans_of([owned[n] for n in batch])
+            averages = [] if average is None else [average[start:stop] for start, stop in spans]
             return [*optimizer.changes(batch), *averages]
 
         with optimizer.in_batches() as step_some:

@@ -44,6 +44,8 @@ class Settings:
         goes back to the last checkpoint after three in a row; "error" ends the run.
     split: how one copy of the model is divided among workers: `shoal.tensor(2)`, `shoal.pipeline(2)`, or both.
     sync: how copies agree: `shoal.all_reduce()`, `shoal.sharded("parameters")`, `shoal.local(32)`, `shoal.diloco(9)`.
+    redundancy: in elastic runs, how many other workers keep what only one holds where state is divided by messages: 1
+        lets it survive that worker; 0 saves the memory, and a loss goes back to the newest checkpoint.
     transport: how workers exchange gradients: "auto" (shared memory where possible), "shm" or "tcp".
     timeout_seconds: how long to wait for a silent worker.
     """
@@ -70,6 +72,7 @@ class Settings:
     not_finite: Literal["skip", "error"] = "skip"
     split: Split | None = None
     sync: Sync = EVERY_STEP
+    redundancy: int = 1
     transport: Literal["auto", "shm", "tcp"] = "auto"
     timeout_seconds: float = 300.0
 
@@ -123,6 +126,7 @@ RULES: Mapping[str, Rule] = {
     "sync": Rule(
         "a way to agree", "shoal.local(every=32)", lambda value: isinstance(value, AllReduce | Sharded | Local)
     ),
+    "redundancy": Rule("1, or 0 for none", "1", lambda value: _is_whole(value) and value in (0, 1)),
     "ema": Rule("a decay between 0 and 1", "0.999", lambda value: _is_number(value) and 0 < value < 1),
 }
 """One for each setting; None is allowed where it is the default."""
@@ -159,11 +163,28 @@ def make_settings(given: Mapping[str, Any], overrides: Mapping[str, str]) -> tup
         settings = replace(settings, **{name: parse(name, text)})
         origins[name] = f"-o {name}={text}"
     _check_exact(settings)
+    _check_copy(settings)
     return settings, origins
 
 
+def _check_copy(settings: Settings) -> None:
+    """The workers that hold one copy of the model together compute one forward."""
+    if settings.precision == "auto" and settings.split is not None:
+        raise UserError(
+            f'precision="auto" and split={settings.split} exclude each other.',
+            why="each worker would choose for itself, and those of one copy compute one forward together",
+            hint='say which it is to be: precision="bf16" or "float32"',
+        )
+
+
 def _check_exact(settings: Settings) -> None:
-    """What each machine would choose for itself is part of the result."""
+    """What each machine would choose for itself is part of the result, and so is what each copy learns by itself."""
+    if settings.exact and isinstance(settings.sync, Local):
+        raise UserError(
+            f"exact=True and sync={settings.sync} exclude each other.",
+            why="copies that train by themselves come to another result with another number of them",
+            hint="leave exact out, or use sync=all_reduce",
+        )
     found = [f'{name}="auto"' for name in ("precision", "threads") if getattr(settings, name) == "auto"]
     if settings.exact and found:
         raise UserError(

@@ -188,7 +188,8 @@ def make_ledger(settings: Settings, source: Source, traits: Traits, num_workers:
     """
     num_shards = choose_shards(settings, traits)
     if isinstance(settings.sync, Local):
-        num_shards = choose_inner_batches(settings, settings.sync, num_workers)
+        # Each is an update of one copy: one for each, if nothing is said.
+        num_shards = settings.shards or num_workers
     if num_shards < num_workers:
         raise UserError(
             f"{num_workers} workers are too many for a step of {settings.batch_size} samples in {num_shards} shards.",
@@ -221,17 +222,6 @@ def choose_shards(settings: Settings, traits: Traits) -> int:
     return min(num_shards, settings.batch_size)
 
 
-def choose_inner_batches(settings: Settings, sync: Local, num_copies: int) -> int:
-    """Into how many batches a step is cut that each are an update of one copy: one for each, if nothing is said."""
-    if settings.exact:
-        raise UserError(
-            f"exact=True and sync={sync} exclude each other.",
-            why="copies that train by themselves come to another result with another number of them",
-            hint="leave exact out, or use sync=all_reduce",
-        )
-    return settings.shards or num_copies
-
-
 def check_rounds(settings: Settings, ledger: Ledger, epochs: int | None, steps: int | None) -> None:
     """Refuse to train for less than a round, where that is known: nobody would ever agree on the way."""
     if not isinstance(settings.sync, Local) or settings.sync.every is None:
@@ -245,6 +235,19 @@ def check_rounds(settings: Settings, ledger: Ledger, epochs: int | None, steps: 
             why="a round that is longer than the run is never completed",
             hint=f"use every={num_steps} or less, or train longer",
         )
+
+
+def tell_round(settings: Settings, ledger: Ledger, rank: int) -> None:
+    """How long a loop of the user's own will be is not known: where an epoch is less than a round, say so."""
+    every = settings.sync.every if isinstance(settings.sync, Local) else None
+    if every is None or ledger.steps_per_epoch is None or every <= ledger.steps_per_epoch:
+        return
+    first = -(-every // ledger.steps_per_epoch)
+    say(
+        f"shoal: an epoch has {ledger.steps_per_epoch} step(s), and the workers agree every {every}: first in epoch "
+        f"{first}. A loop that ends before that leaves each of them with parameters of its own",
+        rank,
+    )
 
 
 def _check_exact_shards(settings: Settings, num_shards: int) -> None:
@@ -293,7 +296,7 @@ def make_sync(
     if isinstance(settings.sync, Sharded):
         # What a split has made of a model may use parameters elsewhere, and what torch.compile makes has no hooks.
         known = None if settings.split is not None or settings.compile else homes
-        keywords["is_inherited"] = is_inherited
+        keywords |= {"is_inherited": is_inherited, "is_mirrored": is_elastic and settings.redundancy > 0}
         return make_sharded(settings.sync, group, model, optimizer, across, known, keywords)
     if isinstance(group, ShmGroup) and is_elementwise(optimizer) and across is None:
         return SharedMemorySync(group, model, optimizer, **keywords)

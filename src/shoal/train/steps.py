@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,10 @@ from shoal.spec.errors import MemberLost
 from shoal.spec.event import StepMetrics
 from shoal.spec.strategy import Local
 from shoal.train import setup
-from shoal.train.blame import naming_samples
+from shoal.train.blame import name_samples
 from shoal.train.course import Course
 from shoal.train.device import await_computed
+from shoal.train.divergence import Diverged
 from shoal.train.ending import Ending
 from shoal.train.faulty import FaultPlan
 from shoal.train.measure import Measurement
@@ -70,6 +71,7 @@ class Steps:
     num_steps: int | None = None
     _skips: Skips = field(init=False, default_factory=Skips)
     _held_in: int | None = field(init=False, default=None)
+    _assignment: Sequence[range] = field(init=False, default=())
 
     @property
     def is_local(self) -> bool:
@@ -108,6 +110,10 @@ class Steps:
                     if following is None:
                         return self._loss_of_others()
                     batch = following
+            except Diverged as found:
+                self.course.give_up()
+                self.course.repair(found.checksums)
+                batch = self._after_loss(batch) or batch
         if isinstance(outcome, NotFinite):
             return self._skip(batch.plan, outcome)
         self._record(batch, outcome, started, self.course.compute_seconds)
@@ -125,11 +131,11 @@ class Steps:
         assert sync is not None
         if self.is_local:  # nothing else in a step would tell that a worker is lost
             self.team.check_world()
-        assignment = self.course.schedule.at(plan.step)
+        assignment = self._assignment = self.course.schedule.at(plan.step)
         self.course.attempt(plan)
         self.room.open()
         if self.faults is not None:
-            self.faults.corrupt(sync.replica.flat.values, plan.step)
+            self.faults.corrupt(sync.replica.flat.values, plan.step, is_shared=sync.replica.is_shared)
         self.reach("start")
         sync.begin(self.ledger.num_shards, assignment)
         self.split.run(
@@ -148,8 +154,7 @@ class Steps:
         self.reach("backward")
         if self.course.is_first:
             setup.check_unused(self.team.group, sync, self.settings.unused)
-        with naming_samples(self.ledger, self.source, plan, assignment):
-            return sync.finish()
+        return sync.finish()
 
     def _stand_still(self, batch: Batch) -> Batch | None:
         """Wait for another World, as all others do before this step, if that was agreed on after the last.
@@ -161,6 +166,8 @@ class Steps:
         self._held_in = None
         if link is None or world is None or world.generation != held_in:
             return batch
+        if self.team.is_unmirrored:  # all go on from here if someone is let go
+            self.course.keep()
         link.send(
             "boundary",
             generation=world.generation,
@@ -201,13 +208,11 @@ class Steps:
             return False
 
     def _agree_on_more(self, plan: StepPlan, totals: Totals) -> None:
-        """Shares, repairs, newcomers, the end: all workers decide the same, each from the same numbers."""
+        """Shares, newcomers, the end: all workers decide the same, each from the same numbers."""
         if self.settings.balance and self.team.mesh.num_copies > 1 and totals.has_news:
             self.course.rebalance(totals.seconds_per_sample)
         if self.measurement is not None:
             self.measurement.add(plan.count, totals.seconds_per_sample)
-        if len(set(totals.checksums)) > 1:
-            self.course.repair(totals.checksums)
         if totals.wish == STOP:
             self._end()
         if totals.wish == HOLD and self.team.world is not None:
@@ -215,7 +220,7 @@ class Steps:
 
     def _skip(self, plan: StepPlan, error: NotFinite) -> float:
         """A step was left out, on all workers alike; after several in a row go back to the last checkpoint."""
-        self._tell_skipped(plan, error)
+        error = self._tell_skipped(plan, error, self._assignment)
         if self._skips.add(plan.step):
             if not self._skips.may_go_back(plan.step) or not self.course.can_resume():
                 raise error
@@ -226,20 +231,16 @@ class Steps:
 
     def leave_out(self, plan: StepPlan, error: NotFinite) -> None:
         """A batch of this copy's own was no good. Only this worker leaves it out."""
-        try:
-            mine = [range(0)] * self.team.copy + [plan.cut.mine]
-            with naming_samples(self.ledger, self.source, plan, mine):
-                raise error
-        except NotFinite as named:
-            self._tell_skipped(plan, named)
+        self._tell_skipped(plan, error, [range(0)] * self.team.copy + [plan.cut.mine])
 
-    def _tell_skipped(self, plan: StepPlan, error: NotFinite) -> None:
-        error.at(step=plan.step)
+    def _tell_skipped(self, plan: StepPlan, error: NotFinite, assignment: Sequence[Sequence[int]]) -> NotFinite:
+        error = name_samples(error, self.ledger, self.source, plan, assignment).at(step=plan.step)
         if self.settings.not_finite == "error":
             raise error
         self.recorder.event("step_skipped", plan.step, message=error.message, samples=list(error.samples))
         rank = 0 if self.is_local else self.team.rank  # else all say the same, and one is enough
         say(f"{error.render()}\n  now: the step is left out".replace("error:", "warning:", 1), rank)
+        return error
 
     def _fit_pieces(self, plan: StepPlan) -> None:
         """Let pieces be as large as memory holds, now that it is known what a step of ours takes."""

@@ -10,7 +10,8 @@ from shoal.train import tree
 class StepSum:
     """The additions that turn the workers' sums of a step into one.
 
-    In exact mode the terms are the subtrees that each worker has summed, else each worker's one slot.
+    In exact mode the terms are the subtrees that each worker has summed, else each worker's one slot. `shards` says
+    of each term which shards it is the sum of.
     """
 
     def __init__(self, assignment: Sequence[range], num_shards: int, *, exact: bool) -> None:
@@ -19,9 +20,11 @@ class StepSum:
             covers = [(rank, tree.cover(mine.start, mine.stop, num_shards)) for rank, mine in busy]
             terms = {node: (rank, slot) for rank, nodes in covers for slot, node in enumerate(nodes)}
             self._additions = tree.plan_additions(terms, num_shards)
+            self.shards = {source: range(*node) for node, source in terms.items()}
         else:
             terms = {(i, i + 1): (rank, 0) for i, (rank, _) in enumerate(busy)}
             self._additions = tree.plan_additions(terms, len(terms))
+            self.shards = {(rank, 0): mine for rank, mine in busy}
         self._only = next(iter(terms.values()))
         self.num_slots = 1 + max(slot for _, slot in terms.values())
 

@@ -453,7 +453,16 @@ class Team:
     @property
     def most_leaving(self) -> int | None:
         """How many members a World may let go at a time: with two of them a part and its mirror could be gone."""
-        return 1 if self.sync is not None and self.sync.replica.holding is not None else None
+        return 1 if self._is_divided and self._subject.settings.redundancy else None
+
+    @property
+    def is_unmirrored(self) -> bool:
+        """State is divided, and nobody has what another one holds: whoever goes takes it along."""
+        return self._is_divided and not self._subject.settings.redundancy
+
+    @property
+    def _is_divided(self) -> bool:
+        return self.sync is not None and self.sync.replica.holding is not None
 
     def _find_will(self, world: World, copies: Group) -> Will | None:
         """Who hands on which part of divided state; None where each holder has all of it."""
@@ -463,6 +472,8 @@ class Team:
         if will.lost:
             what = f"part {' and '.join(map(str, will.lost))} of {len(will.givers)} of the state"
             why = "whoever held it and whoever kept its mirror were lost together"
+            if not self._subject.settings.redundancy:
+                why = "with redundancy=0 nobody keeps what another worker holds"
             raise self._anew(world, f"Nobody is left who holds {what}.", why)
         return will if will.is_divided else None
 

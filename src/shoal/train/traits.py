@@ -1,6 +1,7 @@
 """What a model does in a forward besides computing: draw random numbers, change its buffers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -46,18 +47,59 @@ def probe(
         with torch.enable_grad(), saved.counting(), watching_homes(model) as homes:
             forward()
         is_random = not torch.equal(before, read_randomness(device))
+    found = dict(model.named_buffers())
     # Batch statistics are written without counting a version, and a counter may happen to keep its value.
     changing = tuple(
         name
         for name, buffer in buffers.items()
-        if buffer._version != versions[name] or not torch.equal(buffer, kept[name])
+        if buffer._version != versions[name] or _differs(found.get(name, buffer), kept[name])
     )
     with torch.no_grad():
         for name in changing:
-            buffers[name].copy_(kept[name])
+            holder, last = _holder_of(model, name)
+            holder[last] = buffers[name].copy_(kept[name])
     return Traits(
         is_random=is_random, changing=changing, homes=homes, saved_bytes=saved.num_bytes / max(1, num_samples)
     )
+
+
+def _differs(buffer: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether a forward has left another value. One of another shape is not what goes on with: a cache that grew."""
+    is_alike = buffer.shape == before.shape and buffer.dtype == before.dtype
+    return is_alike and not torch.equal(buffer, before)
+
+
+def _holder_of(model: nn.Module, name: str) -> tuple[dict[str, torch.Tensor | None], str]:
+    """Where a module keeps this buffer, and under which name."""
+    owner, _, last = name.rpartition(".")
+    return model.get_submodule(owner)._buffers, last
+
+
+@contextmanager
+def keeping_buffers(model: nn.Module) -> Iterator[None]:
+    """Inside, forwards may be tried: buffers are as before afterwards, but for caches that have grown."""
+    kept = [
+        (module._buffers, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for holder, name, buffer, value in kept:
+                buffer.copy_(value)
+                found = holder.get(name)
+                holder[name] = found if found is not None and found.shape != buffer.shape else buffer
+
+
+def count_saved(forward: Callable[[], object], known: Sequence[torch.Tensor]) -> int:
+    """Bytes that a forward keeps for its backward, besides tensors that are there anyway. Nothing is kept here."""
+    saved = _Saved(known)
+    with saved.counting():
+        forward()
+    return saved.num_bytes
 
 
 def read_randomness(device: torch.device) -> torch.Tensor:
@@ -97,12 +139,15 @@ class ChangingBuffers:
 
     Every shard starts from the values at the beginning of the step; what it leaves is averaged over all samples of
     the step. So running statistics, too, depend on how a step is cut into shards and not on who computed them.
-    Doubles hold float32 values and counters exactly.
+    Doubles hold float32 values and counters exactly. A forward may also put another tensor in a buffer's place
+    (`self.count = self.count + 1`): its value counts, and the buffer is in its place again when values are written.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         buffers = dict(model.named_buffers())
-        self._buffers = sorted((buffers[name] for name in names), key=torch.is_floating_point)
+        names = sorted(names, key=lambda name: buffers[name].is_floating_point())
+        self._buffers = [buffers[name] for name in names]
+        self._holders = [_holder_of(model, name) for name in names]
         sizes = [buffer.numel() for buffer in self._buffers]
         self._vector = torch.zeros(sum(sizes), dtype=torch.float64)
         parts = self._vector.split(sizes)
@@ -118,7 +163,8 @@ class ChangingBuffers:
         return self._buffers
 
     def read(self) -> torch.Tensor:
-        torch._foreach_copy_(self._parts, self._buffers)
+        found = [holder[name] for holder, name in self._holders]
+        torch._foreach_copy_(self._parts, [value.detach() for value in found if value is not None])
         return self._vector.clone()
 
     def write(self, values: torch.Tensor | None) -> None:
@@ -127,6 +173,8 @@ class ChangingBuffers:
         self._vector.copy_(values)
         self._vector[: self._num_counts].round_()
         torch._foreach_copy_(self._buffers, self._parts)
+        for (holder, name), buffer in zip(self._holders, self._buffers, strict=True):
+            holder[name] = buffer
 
 
 def seed_of(seed: int, step: int, shard: int) -> int:

@@ -20,6 +20,7 @@ ALL = (
     .fail(rank=1, step=4, error="no", retryable=True)
     .nan(rank=0, step=2, steps=3)
     .corrupt(rank=1, step=9)
+    .corrupt(rank=1, step=9, bit=30)
     .partition(rank=1, step=3, seconds=2)
     .disk_full(after_step=5, mebibytes=3, seconds=1)
     .kill(rank=0, after_seconds=2.5, incarnation=None)
@@ -90,6 +91,7 @@ def test_a_thousand_kills_fit_where_they_must(tmp_path):
         ('[{"kind": "kill", "rank": 1, "step": 1.5}]', "step of a kill is 1.5"),
         ('[{"kind": "kill", "rank": 1, "step": 1, "at": "midnight"}]', "no point 'midnight'"),
         ('[{"kind": "kill", "rank": 1, "step": 1, "seconds": 2}]', "A kill has no seconds"),
+        ('[{"kind": "corrupt", "rank": 1, "step": 1, "bit": -1}]', "bit of a corrupt is -1"),
         ('[{"kind": "slow", "rank": 1, "step": 1}]', "does not say how slow"),
         ('[{"kind": "freeze", "rank": 1, "step": 1, "seconds": NaN}]', "seconds of a freeze is nan"),
         ('[{"kind": "fail", "rank": 1, "step": 1, "error": 3}]', "error= of a fail is a text"),

@@ -135,10 +135,30 @@ def test_losses_that_are_not_numbers(tmp_path):
 
 def test_one_flipped_bit(tmp_path):
     plan = plan_of(Faults().corrupt(rank=0, step=2), tmp_path)
-    weights = torch.nn.Parameter(torch.ones(9))
+    weights = torch.nn.Parameter(torch.tensor([1.0, -8.0, 0.0]))
     for step in range(5):
         plan.corrupt(weights, step)
-    assert (weights != 1).sum() == 1
+    assert weights.tolist() == [1.0, -12.0, 0.0], "of the largest, one that matters"
+
+
+@pytest.mark.parametrize(("dtype", "bit", "flipped"), [
+    (torch.float32, 31, -1.5), (torch.float32, 0, 1.5 + 2**-23), (torch.float32, 23, 0.75),
+    (torch.float64, None, 1.0), (torch.float64, 63, -1.5), (torch.bfloat16, None, 1.0), (torch.bfloat16, 15, -1.5),
+])  # fmt: skip
+def test_any_bit_can_be_flipped(tmp_path, dtype, bit, flipped):
+    weights = torch.tensor([0.5, 1.5, 1.0], dtype=dtype)
+    plan_of(Faults().corrupt(rank=0, step=0, bit=bit), tmp_path).corrupt(weights, 0)
+    assert weights.tolist() == [0.5, flipped, 1.0]
+
+
+def test_what_cannot_be_flipped(tmp_path):
+    with pytest.raises(UserError, match=r"no bit 16 in a torch\.bfloat16") as caught:
+        plan_of(Faults().corrupt(rank=0, step=0, bit=16), tmp_path).corrupt(torch.ones(3, dtype=torch.bfloat16), 0)
+    assert "0 to 15" in caught.value.hint
+    weights = torch.ones(3)
+    with pytest.raises(UserError, match="would change the parameters of all workers"):
+        plan_of(Faults().corrupt(rank=0, step=0), tmp_path / "other").corrupt(weights, 0, is_shared=True)
+    assert (weights == 1).all()
 
 
 def test_real_disks_and_networks_are_left_alone(tmp_path):

@@ -1,8 +1,13 @@
-"""Where to cut: stages that take equally long, measured, and among those the ones that need the least memory."""
+"""Where to cut: stages that take equally long, measured, and among those the ones that need the least memory.
+
+A stage needs memory for its state, and for what each micro-batch keeps for its backward: early stages have more of
+these under way than late ones.
+"""
 
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +15,10 @@ import torch
 
 from shoal.train.split.boundary import describe_values, rebuild_values
 from shoal.train.split.stages import Program
+from shoal.train.traits import count_saved
+
+Cost = Callable[[int, int, int], float]
+"""(number of a stage, its first part, the part after its last) -> what it costs."""
 
 REPEATS = 3
 """Measurements of each part of the model; the shortest counts, because others only disturb."""
@@ -23,12 +32,18 @@ def measure_parts(
     bounds: Sequence[int],
     inputs: Sequence[torch.Tensor],
     within: Callable[[], AbstractContextManager[Any]],
-) -> list[float]:
-    """Seconds of a forward and backward between each two bounds, on these inputs of the model."""
-    seconds = []
+    held: Sequence[torch.Tensor] = (),
+) -> tuple[list[float], list[int]]:
+    """Seconds of a forward and backward between each two bounds, on these inputs of the model, and the bytes that the
+    forward keeps for the backward. What is `held` anyway does not count.
+    """
+    seconds, saved = [], []
     received: tuple[Any, ...] = ()
     for start, stop in pairwise(bounds):
         stage = program.extract(start, stop)
+        with within():
+            forward = partial(stage, program.root, *inputs, *_as_leaves(received))
+            saved.append(count_saved(forward, [*held, *inputs]))
         best = float("inf")
         for _ in range(1 + REPEATS):
             entered = _as_leaves(received)
@@ -42,7 +57,7 @@ def measure_parts(
             best = min(best, time.perf_counter() - began)
         received = _detach(given)
         seconds.append(best)
-    return seconds
+    return seconds, saved
 
 
 def _as_leaves(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -61,35 +76,41 @@ def _map(values: tuple[Any, ...], change: Callable[[torch.Tensor], torch.Tensor]
     return made
 
 
-def choose_bounds(seconds: Sequence[float], num_bytes: Sequence[int], num_stages: int) -> list[int]:
-    """The part that each stage begins with, and the number of parts last."""
-    best = _divide(seconds, num_stages, [0] * len(seconds), float("inf"))[0]
-    longest = max(sum(seconds[start:stop]) for start, stop in pairwise(best))
-    return _divide(num_bytes, num_stages, seconds, longest * TOLERANCE)[0]
+def stage_bytes(state: Sequence[int], saved: Sequence[int], kept: Sequence[int]) -> Cost:
+    """The memory of a stage, of parts with so much state each that save so much; it has `kept` micro-batches."""
+    states, saves = _running(state), _running(saved)
+    return lambda stage, start, stop: states[stop] - states[start] + kept[stage] * (saves[stop] - saves[start])
 
 
-def _divide(
-    costs: Sequence[float], num_stages: int, limited: Sequence[float], limit: float
-) -> tuple[list[int], float]:
+def choose_bounds(seconds: Sequence[float], need: Cost, num_stages: int) -> list[int]:
+    """The part that each stage begins with, and the number of parts last. `need` is the memory of a stage."""
+    sums = _running(seconds)
+
+    def duration(stage: int, start: int, stop: int) -> float:
+        return sums[stop] - sums[start]
+
+    best = _divide(len(seconds), num_stages, duration, duration, float("inf"))
+    longest = max(sums[stop] - sums[start] for start, stop in pairwise(best))
+    return _divide(len(seconds), num_stages, need, duration, longest * TOLERANCE)
+
+
+def _divide(size: int, num_stages: int, cost_of: Cost, limited: Cost, limit: float) -> list[int]:
     """The bounds with the smallest largest cost, where no stage has more than `limit` of `limited`.
 
     Costs O(stages x parts^2), for some hundred parts at most.
     """
-    size = len(costs)
-    sums, limits = _running(costs), _running(limited)
     # best[j]: the way to divide the first j parts among the stages so far, by its largest cost.
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
     for stage in range(num_stages):
         following: dict[int, tuple[float, list[int]]] = {}
         for start, (cost, bounds) in best.items():
             for stop in range(start + 1, size - (num_stages - stage - 1) + 1):
-                if limits[stop] - limits[start] <= limit:
-                    found = max(cost, sums[stop] - sums[start])
+                if limited(stage, start, stop) <= limit:
+                    found = max(cost, cost_of(stage, start, stop))
                     if stop not in following or found < following[stop][0]:
                         following[stop] = found, [*bounds, stop]
         best = following
-    cost, bounds = best[size]
-    return bounds, cost
+    return best[size][1]
 
 
 def _running(values: Sequence[float]) -> list[float]:

@@ -1,7 +1,7 @@
 """A model's forward as torch.export writes it down: every operation by itself, with sizes that may vary.
 
 It follows code that writing down layers cannot, such as code that asks for types. What it costs: layers are taken
-apart, so hooks and recomputation that they do by themselves are lost.
+apart, so hooks that they have are not called, and nothing is recomputed: `programs` refuses models that want that.
 """
 
 import inspect

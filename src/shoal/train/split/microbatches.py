@@ -4,6 +4,7 @@ from shoal.data.ledger import Cut, Ledger, cut_step
 from shoal.data.shares import assign
 from shoal.spec.errors import UserError
 from shoal.spec.strategy import Pipeline
+from shoal.train.mesh import check_share
 from shoal.train.settings import Settings
 
 
@@ -15,17 +16,12 @@ def largest_piece(settings: Settings, ledger: Ledger, num_copies: int, *, is_mer
     wanted = settings.split.pipeline if settings.split is not None else None
     if wanted is None:
         return settings.microbatch_size
-    share = settings.batch_size // num_copies
-    if wanted.microbatches is not None and share < wanted.microbatches:
-        raise UserError(
-            f"{share} samples of each copy are too few for {wanted.microbatches} micro-batches.",
-            why="a micro-batch has at least one sample",
-            hint=f"use microbatches={max(1, share)}, or batch_size={wanted.microbatches * num_copies} or more",
-        )
+    check_share(settings.split, settings.batch_size, num_copies)
     if not is_merging:
         _check_shards(wanted, ledger.num_shards, num_copies)
         return settings.microbatch_size
-    piece = _fit(ledger, min(wanted.num_microbatches, max(1, share)), num_copies)
+    share = max(1, settings.batch_size // num_copies)
+    piece = _fit(ledger, min(wanted.num_microbatches, share), num_copies)
     return piece if settings.microbatch_size is None else min(piece, settings.microbatch_size)
 
 

@@ -242,7 +242,7 @@ class Pipelined:
             yield
         finally:
             for owner, name, buffer in self._buffers:
-                buffer.copy_(cast(torch.Tensor, owner._buffers[name]))
+                buffer.copy_(cast(torch.Tensor, owner._buffers[name]).detach())
                 owner._buffers[name] = buffer
 
     # Using the model.

@@ -20,13 +20,15 @@ from shoal.train.groups import Groups
 from shoal.train.handover import share_facts
 from shoal.train.loss import move
 from shoal.train.saving import say
-from shoal.train.split.balance import choose_bounds, measure_parts
+from shoal.train.split.balance import choose_bounds, measure_parts, stage_bytes
+from shoal.train.split.counting import check_counting, find_changed, read_numbers
 from shoal.train.split.cutting import Places, find_places, given_places
 from shoal.train.split.pipeline import Chunk, Line, Pipelined
 from shoal.train.split.programs import write_down
-from shoal.train.split.schedule import CHUNKS, ideal_bubble
+from shoal.train.split.schedule import CHUNKS, count_kept, ideal_bubble
 from shoal.train.split.stages import Program, Stage
 from shoal.train.split.standin import CallForm, StandIn
+from shoal.train.traits import keeping_buffers
 
 if TYPE_CHECKING:
     from shoal.train.split.make import Material
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 Given = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
 STATE_BYTES = 4
-"""Of a parameter, its gradient and the two moments of Adam, in parameters: what a stage needs at least."""
+"""Of a parameter, its gradient and the two moments of Adam, in parameters: what the state of a stage needs."""
 
 
 class PipelineDraft:
@@ -48,8 +50,11 @@ class PipelineDraft:
         check_settings(wanted, compute, model)
         batch = move(material.first, compute.device)
         with untouched(model), autocast(compute.settings.precision, compute.device):
+            numbers = read_numbers(model)
             args, kwargs = capture_call(compute, model, batch, material.rank())
+            changed = find_changed(model, numbers)
             self._programs = write_programs(model, args, kwargs, self._num_chunks, wanted.cuts or ())
+            check_counting(model, self._programs[0], changed)
         self._places = find_places(self._programs[0], model, compute.buffers.tensors)
         self._form = CallForm(args, kwargs)
         self._inputs = self._form.tensors(args, kwargs)
@@ -76,7 +81,7 @@ class PipelineDraft:
         if not bounds:
             with untouched(self._model), autocast(compute.settings.precision, compute.device):
                 bounds, report = agree_on_bounds(
-                    self._programs[0], self._places, self._inputs, self._num_chunks, compute, group
+                    self._programs[0], self._places, self._inputs, wanted, compute, group
                 )
         self._inputs = []
         tell(wanted, self._material, self._names(bounds), self._num_chunks, report)
@@ -146,14 +151,10 @@ def check_settings(wanted: Pipeline, compute: Compute, model: nn.Module) -> None
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Inside, forwards and backwards may be tried: buffers, gradients and random numbers are as before afterwards."""
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng(devices=[]):
+    with keeping_buffers(model), torch.random.fork_rng(devices=[]):
         try:
             yield
         finally:
-            with torch.no_grad():
-                for buffer, value in kept:
-                    buffer.copy_(value)
             for parameter in model.parameters():
                 parameter.grad = None
 
@@ -188,20 +189,25 @@ def write_programs(
 
 
 def agree_on_bounds(
-    program: Program, places: Places, inputs: Sequence[torch.Tensor], num_chunks: int, compute: Compute, group: Group
+    program: Program, places: Places, inputs: Sequence[torch.Tensor], wanted: Pipeline, compute: Compute, group: Group
 ) -> tuple[list[int], dict[str, Any]]:
-    """Measure on rank 0, and cut everywhere where that says."""
+    """Measure on rank 0, and cut everywhere where that says. `inputs` are those of one micro-batch."""
     facts: dict[str, Any] | None = None
     if group.rank == 0:
         every = [0, *places.allowed, len(program.nodes)]
-        seconds = measure_parts(program, every, inputs, lambda: autocast(compute.settings.precision, compute.device))
-        num_bytes = [STATE_BYTES * places.num_bytes(start, stop) for start, stop in pairwise(every)]
-        chosen = choose_bounds(seconds, num_bytes, num_chunks)
+        held = [*compute.model.parameters(), *compute.model.buffers()]
+        seconds, saved = measure_parts(
+            program, every, inputs, lambda: autocast(compute.settings.precision, compute.device), held
+        )
+        state = [STATE_BYTES * places.num_bytes(start, stop) for start, stop in pairwise(every)]
+        kept = count_kept(wanted.schedule, wanted.size, wanted.num_microbatches)
+        need = stage_bytes(state, saved, kept)
+        chosen = choose_bounds(seconds, need, len(kept))
         spans = list(pairwise(chosen))
         facts = {
             "bounds": [every[index] for index in chosen],
             "ms": [round(1e3 * sum(seconds[start:stop]), 3) for start, stop in spans],
-            "mib": [round(sum(num_bytes[start:stop]) / 2**20, 3) for start, stop in spans],
+            "mib": [round(need(stage, *span) / 2**20, 3) for stage, span in enumerate(spans)],
         }
     told = share_facts(group, facts, 0)
     return told.pop("bounds"), told

@@ -1,8 +1,11 @@
 """Writes a model's forward down in the first way that works: in layers, in finer ones, or as torch.export does."""
 
+import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -33,6 +36,7 @@ def write_down(
         failure = failure or error
     else:
         if best is None or len(found.layers) > len(best.layers):
+            refuse_recomputing(model, args, kwargs, failure)
             return found
     if best is not None:
         return best
@@ -49,6 +53,32 @@ def layer_names(tracer: LayerTracer) -> dict[fx.Node, str]:
         elif node.op == "call_function" and node.target is checkpoint and isinstance(node.args[0], fx.Node):
             names[node] = str(node.args[0].target)
     return names
+
+
+def refuse_recomputing(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], failure: Untraceable | None
+) -> None:
+    """Where layers are taken apart, activations that are to be recomputed would be kept, and may not fit."""
+    if is_recomputing(model, args, kwargs):
+        reason = failure.why if failure is not None else "its layers are fewer than the stages"
+        raise UserError(
+            f"The model ({type(model).__name__}) cannot recompute activations (torch.utils.checkpoint) in stages.",
+            why=f"its forward is left to torch.export, which takes layers apart: {reason}",
+            hint="move code into layers, so that the forward calls `checkpoint(layer, x)`; or do not use checkpoint",
+        )
+
+
+def is_recomputing(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a forward comes to torch.utils.checkpoint, under whatever name and through whatever library."""
+    files = set[str]()
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, value: files.add(frame.f_code.co_filename))
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+    finally:
+        sys.setprofile(before)
+    return inspect.unwrap(checkpoint).__code__.co_filename in files
 
 
 def cannot_follow(model: nn.Module, failure: Untraceable) -> UserError:

@@ -6,6 +6,7 @@ order in which each micro-batch goes forwards before it comes back gets through;
 much is kept.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -79,6 +80,17 @@ def list_messages(order: Sequence[Op], size: int, to: int) -> list[Message]:
         if 0 <= chunk < num_chunks * size and chunk % size == to:
             found.append(Message(op.is_forward, chunk, op.microbatch))
     return found
+
+
+def count_kept(schedule: Order, size: int, num_microbatches: int) -> list[int]:
+    """Of each chunk, the most micro-batches that have gone forwards through it and not yet come back."""
+    kept = [0] * (CHUNKS[schedule] * size)
+    for worker in range(size):
+        under_way: Counter[int] = Counter()
+        for op in plan_order(schedule, size, worker, num_microbatches):
+            under_way[op.chunk] += 1 if op.is_forward else -1
+            kept[op.chunk] = max(kept[op.chunk], under_way[op.chunk])
+    return kept
 
 
 def ideal_bubble(schedule: Order, size: int, num_microbatches: int) -> float:

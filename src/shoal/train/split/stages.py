@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
 
 Stage = Callable[..., tuple[Any, ...]]
 """(root, tensors of the model's call..., what the stage before hands on...) -> what it hands on, or (the output,)."""
@@ -54,9 +55,16 @@ class Program:
             return _tensors_in(self._model, str(node.target))
         return []
 
+    def called(self) -> list[str]:
+        """The names of the modules that are called as they are, directly or through another function."""
+        modules = {name for name, _ in self._model.named_modules()}
+        calls = [node for node in self.nodes if node.op in ("call_module", "get_attr")]
+        return [str(node.target) for node in calls if node.target in modules]
+
     def direct(self) -> list[str]:
         """The names of the parameters and buffers that are read by no layer's call."""
-        return [name for node in self.nodes if node.op == "get_attr" for name in self.uses(node)]
+        read = [node for node in self.nodes if _is_constant(node) and not _is_recomputed(node)]
+        return [name for node in read for name in self.uses(node)]
 
     def spans(self) -> dict[int, tuple[str, int, int]]:
         """Of every parameter and buffer, by identity: its name, and the first and last call that reads it."""
@@ -112,6 +120,11 @@ class Program:
 def _is_constant(node: fx.Node) -> bool:
     """An attribute of the model: whoever needs it has it."""
     return node.op == "get_attr"
+
+
+def _is_recomputed(node: fx.Node) -> bool:
+    """A layer that is given to `checkpoint`, which calls it."""
+    return bool(node.users) and all(user.target is checkpoint and user.args[0] is node for user in node.users)
 
 
 def _nodes_in(value: Any) -> set[fx.Node]:

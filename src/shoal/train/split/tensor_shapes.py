@@ -109,10 +109,11 @@ def _pieces(name: str, size: int, more: Mapping[str, Any]) -> Sequence[int]:
 
 def join(func: Any, args: Args, kwargs: Kwargs, portions: list[Portion]) -> Any:
     """`cat` and `stack`, along other dimensions than the cut."""
-    tensors = args[0]
     first = agree(portions)
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     is_new = name_of(func) == "stack"
+    # torch passes over `torch.tensor([])`, whatever the others are: a cache of keys begins with it in transformers.
+    tensors = [each for each in args[0] if is_new or each.shape != (0,)]
     if len(portions) < len(tensors):
         raise Stuck("it joins parts and wholes", met_whole=True)
     dim %= len(first.whole) + is_new

@@ -10,6 +10,7 @@ from torch import nn
 
 from shoal.train.compute import Compute, autocast
 from shoal.train.loss import as_sum, move
+from shoal.train.traits import keeping_buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +34,12 @@ class Trial:
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """Inside, the model may be run; afterwards it is as before."""
-        kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         gradients = [(parameter, parameter.grad) for parameter in self.model.parameters()]
         for parameter, _ in gradients:
             parameter.grad = None
         try:
-            with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            with keeping_buffers(self.model), torch.random.fork_rng(devices=[]), torch.enable_grad():
                 yield
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            with torch.no_grad():
-                for buffer, value in kept:
-                    buffer.copy_(value)

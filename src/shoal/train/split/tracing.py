@@ -6,6 +6,7 @@ they do with modes, hooks or recomputation goes on as before.
 """
 
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -59,6 +60,23 @@ def check_same(found: Any, expected: Any) -> None:
         )
 
 
+def assign_buffer(holder: dict[str, Any], name: str, before: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Part of a traced forward: a buffer gets another value. `before`, what it was, says in which stage it is."""
+    holder[name] = value.detach()
+    return value
+
+
+def _augmented(name: str) -> Callable[[fx.Proxy, Any], Any]:
+    """What `+=` and the like do: a buffer is changed for all who have it; any other value is one by itself."""
+
+    def act(proxy: fx.Proxy, other: Any) -> Any:
+        if proxy.node.op != "get_attr":
+            return getattr(operator, name)(proxy, other)
+        return proxy.tracer.create_proxy("call_function", getattr(operator, f"i{name}"), (proxy, other), {})
+
+    return act
+
+
 class Recorded(fx.Proxy):
     """A value of which the calls are written down. Its own Python value is `tracer.values[node]`."""
 
@@ -83,6 +101,8 @@ class Recorded(fx.Proxy):
     def __contains__(self, item: Any) -> bool:
         return item in self.tracer.fix(self)  # type: ignore[attr-defined]
 
+    __iadd__, __isub__, __imul__, __itruediv__ = map(_augmented, ("add", "sub", "mul", "truediv"))
+
 
 class RecordedAttribute(fx.proxy.Attribute, Recorded):
     """The same of an attribute, such as a shape."""
@@ -104,6 +124,7 @@ class LayerTracer(fx.Tracer):
         self._inputs, self._spec, self._is_fine, self._whole, self._within = inputs, spec, is_fine, whole, within
         self.values: dict[fx.Node, Any] = {}
         self.constants: dict[str, Any] = {}
+        self._assigned: dict[int, fx.Proxy] = {}
         self._is_real = False
         self._inside: list[str] = []
         self.failed_in = ""
@@ -129,7 +150,25 @@ class LayerTracer(fx.Tracer):
         return result
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
-        return attr_val if self._is_real else super().getattr(attr, attr_val, parameter_proxy_cache)
+        if self._is_real:
+            return attr_val
+        if id(attr_val) in self._assigned:
+            return self._assigned[id(attr_val)]
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def assign(self, module: nn.Module, name: str, value: Any) -> bool:
+        """Write down that a module's attribute gets a value, if it is a buffer; False where it is none."""
+        holder = module.__dict__.get("_buffers", {})
+        if self._is_real or name not in holder or not isinstance(value, fx.Proxy | torch.Tensor):
+            return False
+        self._assigned.pop(id(holder[name]), None)
+        constant = f"_shoal_buffers_{len(self.constants)}"
+        self.constants[constant] = holder
+        before = self.create_proxy("get_attr", f"{self.path_of_module(module)}.{name}".lstrip("."), (), {})
+        args = (self.create_proxy("get_attr", constant, (), {}), name, before, value)
+        made = self.create_proxy("call_function", assign_buffer, args, {})
+        self._assigned[id(holder[name])] = made
+        return True
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         """Tensors of the call are written down; anything else is what it was."""
@@ -184,6 +223,8 @@ class LayerTracer(fx.Tracer):
             self._is_real = False
 
     def _attribute(self, name: str) -> Any:
+        if name in self.constants:
+            return self.constants[name]
         owner, _, last = name.rpartition(".")
         with self._really():
             return getattr(self.root.get_submodule(owner), last)
@@ -245,6 +286,22 @@ def recording_factories(tracer: LayerTracer) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def recording_buffers(tracer: LayerTracer) -> Iterator[None]:
+    """Inside, buffers that get another value (`self.count = self.count + 1`) are written down."""
+    assign = nn.Module.__setattr__
+
+    def record(module: nn.Module, name: str, value: Any) -> None:
+        if not tracer.assign(module, name, value):
+            assign(module, name, value)
+
+    nn.Module.__setattr__ = record  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.__setattr__ = assign  # type: ignore[method-assign]
+
+
 def trace_layers(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_fine: bool, within: Sequence[str]
 ) -> LayerTracer:
@@ -256,9 +313,9 @@ def trace_layers(
     whole: set[str] = set()
     while True:
         tracer = LayerTracer(inputs, spec, is_fine=is_fine, whole=whole, within=within)
-        before = set(vars(model))
+        before = dict(vars(model))
         try:
-            with torch.no_grad(), recording_factories(tracer):
+            with torch.no_grad(), recording_factories(tracer), recording_buffers(tracer):
                 tracer.trace(model)
         except UserError:
             raise
@@ -270,8 +327,9 @@ def trace_layers(
         else:
             return tracer
         finally:
-            for name in set(vars(model)) - before:  # tensors that the code made itself
+            for name in set(vars(model)) - set(before):  # tensors that the code made itself
                 tracer.constants[name] = model.__dict__.pop(name)
+            vars(model).update(before)
 
 
 def _reason(error: Exception) -> str:

@@ -131,7 +131,9 @@ class LocalSync:
     ) -> int:
         try:
             check_losses(rows)
-            norm = checked_norm(squares, lambda index: self._find_not_finite(gradients)) if weight > 0 else 0.0
+            mine = [range(rows[0].shard, rows[0].shard + 1)]
+            find_names = lambda index: self._find_not_finite(gradients)  # noqa: E731
+            norm = checked_norm(squares, find_names, lambda index: mine) if weight > 0 else 0.0
         except NotFinite:
             self._num_bad += 1
             raise

@@ -3,6 +3,7 @@
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -10,12 +11,12 @@ from torch import nn
 from shoal.comm.group import Group, Work
 from shoal.elastic.commit import Report, outcome_of
 from shoal.train import tree
-from shoal.train.divergence import checksum_of
+from shoal.train.divergence import Diverged, checksum_of, part_of
 from shoal.train.gradients import Gradients
 from shoal.train.replica import own_replica
 from shoal.train.summing import StepSum, square_of
 from shoal.train.sync.across import Across
-from shoal.train.sync.sync import Outcome, Row, Standing, Totals
+from shoal.train.sync.sync import Outcome, Row, Standing
 from shoal.train.sync.table import NotFinite, StepTable, checked_norm, not_finite
 
 BUCKET_ELEMENTS = 2**20
@@ -109,39 +110,61 @@ class MessageSync:
             self._gather()
         for sent in [*self._sent, work]:
             sent.wait()
+        self._result = self._judge()
         self._vote()
-        totals, norm = self._update()
+        outcome = self._update()
         self._reach("updated")
-        return Outcome(
-            totals=totals,
-            norm=norm,
-            communicate=time.perf_counter() - started,
-            wait=0.0,
-            waited_for=None,
-        )
+        return replace(outcome, communicate=time.perf_counter() - started)
 
-    def _vote(self) -> None:
-        """Everybody holds the sums. Without this a loss could find the step taken by some and not by others."""
+    def _judge(self) -> Outcome | NotFinite:
+        """What the step comes to, the same on all copies. Raises Diverged where these were not equal before it.
+
+        The gradient is as the optimizer needs it then, but for clipping; nothing else has changed.
+        """
         if self._across is not None:
             self._square = self._across.square(self.replica.flat, self.replica.gradient)
             standings = self._table.standings()
             self._across.largest(standings)
             self._table.correct(standings)
+        self._table.check_copies()
+        try:
+            totals = self._table.read(self._num_shards)
+            self.replica.gradient.mul_(1.0 / totals.weight)
+            norm = checked_norm(self._squares(totals.weight), self._find_not_finite)
+        except NotFinite as error:
+            self._compare_all()
+            return error
+        return Outcome(totals=totals, norm=norm, communicate=0.0, wait=0.0, waited_for=None)
+
+    def _compare_all(self) -> None:
+        """Raise Diverged if copies differ anywhere: one whose parameters are wrong may have made a step no number."""
+        if self._is_mixed:
+            return
+        everyone = torch.empty(self._group.size, dtype=torch.int64)
+        self._group.all_gather(everyone, torch.tensor([checksum_of(self.replica.flat.values)])).wait()
+        differs = (everyone != everyone[0]).any().double().view(1)
+        if self._across is not None:
+            self._across.largest(differs)
+        if differs:
+            raise Diverged(everyone.tolist())
+
+    def _vote(self) -> None:
+        """Everybody holds the sums. Without this a loss could find the step taken by some and not by others."""
         self._voted = self._turn
         if self._is_elastic:
             self._reach("summed")
             (self._across.vote if self._across is not None else self._group.barrier)()
             self._reach("updating")
 
-    def _update(self) -> tuple[Totals, float]:
+    def _update(self) -> Outcome:
         self._committed = self._turn
-        totals = self._table.read(self._num_shards)
-        self.replica.gradient.mul_(1.0 / totals.weight)
-        norm = checked_norm(self._squares(totals.weight), self._find_not_finite)
+        if isinstance(self._result, NotFinite):
+            raise self._result
+        norm = self._result.norm
         if self._max_norm is not None and norm > self._max_norm:
             self.replica.gradient.mul_(self._max_norm / norm)
         self.replica.update()
-        return totals, norm
+        return self._result
 
     def agree(self) -> None:
         """All have the same parameters after every step."""
@@ -157,10 +180,9 @@ class MessageSync:
         if not is_due:
             return None
         try:
-            totals, norm = self._update()
+            return self._update()
         except NotFinite as error:
             return error
-        return Outcome(totals=totals, norm=norm, communicate=0.0, wait=0.0, waited_for=None)
 
     def _squares(self, weight: float) -> list[float]:
         """Chunk by chunk, as the workers that share memory do, so that the result is the same to the last bit."""
@@ -192,7 +214,7 @@ class MessageSync:
         return dict(self.replica.tensors())
 
     def checksum(self, step: int) -> int:
-        return 0 if self._is_mixed else checksum_of(self.replica.flat.values, step)
+        return 0 if self._is_mixed else checksum_of(part_of(self.replica.flat.values, step))
 
     def detach(self) -> None:
         self.gradients.detach()

@@ -52,10 +52,11 @@ def make_sharded(
             group, model, optimizer, level=wanted.level, blocks=blocks, across=across, source=source, **rest
         )
     elif wanted.level == "optimizer":
-        sync = SharedMemorySync(group, model, optimizer, **_without(keywords, "is_inherited"))
+        sync = SharedMemorySync(group, model, optimizer, **_without(keywords, "is_inherited", "is_mirrored"))
     else:
         _check_not_exact(wanted, keywords["exact"], "sync=shoal.sharded('optimizer')")
-        sync = HostShardedSync(group, model, optimizer, **_without(keywords, "exact", "is_inherited"))
+        rest = _without(keywords, "exact", "is_inherited", "is_mirrored")
+        sync = HostShardedSync(group, model, optimizer, **rest)
     give_back()
     return sync
 

@@ -29,7 +29,7 @@ class MessageShardedSync:
     Sums are taken as the group takes them, in an order that may be another than that of `all_reduce`, and pieces
     of a step are added up piece by piece over all copies; so results agree to rounding.
 
-    In elastic runs each copy also keeps a mirror of another's part, and updates it with that one's gradient, which
+    With `is_mirrored` each copy also keeps a mirror of another's part, and updates it with that one's gradient, which
     travels before all vote: whoever has voted can take the step, for itself and for the one whose mirror it has.
     """
 
@@ -48,6 +48,7 @@ class MessageShardedSync:
         ema_decay: float | None = None,
         source: int | None = 0,
         is_elastic: bool = False,
+        is_mirrored: bool = False,
         reach: Callable[[str], None] = lambda point: None,
         across: Across | None = None,
     ) -> None:
@@ -56,7 +57,7 @@ class MessageShardedSync:
         self._turn = self._voted = self._committed = 0
         self._is_open = False
         self.replica = Shards(
-            group, model, optimizer, blocks=blocks, source=source, ema_decay=ema_decay, is_mirrored=is_elastic
+            group, model, optimizer, blocks=blocks, source=source, ema_decay=ema_decay, is_mirrored=is_mirrored
         )
         self._blocks = None if blocks is None else Blocks(self.replica, model)
         self.gradients = UnitGradients(group, self.replica, keeps_all=level == "optimizer", blocks=self._blocks)

@@ -37,6 +37,8 @@ class Shards:
     The parameters of rank `source` are everybody's; where it is None, they come with `inherit`.
     """
 
+    is_shared = False
+
     def __init__(
         self,
         group: Group,

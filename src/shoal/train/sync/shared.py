@@ -153,6 +153,15 @@ class SharedMemorySync:
         self._add(chunk, out)
         return not_finite(layout, index, out)
 
+    def find_shards(self, index: int) -> list[range]:
+        """Everybody's gradients are still there, each by itself."""
+        chunk = self.replica.flat.layout.chunks[index]
+        return [
+            shards
+            for (rank, slot), shards in self._addition.shards.items()
+            if not self._slots[rank][slot][chunk.start : chunk.stop].isfinite().all()
+        ]
+
     def agree(self) -> None:
         """All have the same parameters after every step."""
 

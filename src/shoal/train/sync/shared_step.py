@@ -36,6 +36,10 @@ class Sums(Protocol):
         """Which parameters of a chunk have a gradient that is no number; the same on all ranks."""
         ...
 
+    def find_shards(self, index: int) -> list[range]:
+        """Which shards did that, the same on all ranks; none where nobody can tell any more."""
+        ...
+
 
 class SharedStep:
     """Takes one step after the other, together with all others, on one set of parameters in shared memory.
@@ -94,9 +98,7 @@ class SharedStep:
         self._initial = None
         kept = self._group.share(self._replica.num_kept * flat.dtype.itemsize)
         words = self._group.common(16 * self._group.size).view(torch.int64).view(-1, 2).numpy()
-        self._undos = [
-            Undo(memory.view(flat.dtype), words[rank], self._reach) for rank, memory in enumerate(kept.all)
-        ]
+        self._undos = [Undo(memory, words[rank], self._reach) for rank, memory in enumerate(kept.all)]
 
     def post(self, rows: Sequence[Row], mine: range, standing: Standing) -> None:
         # All make the table together: not here, where others may wait for gradients that come after this.
@@ -142,7 +144,10 @@ class SharedStep:
         self._group.signal(self._summed, self.turn)
         self._reach("summed")
         self.watch.wait(self._summed, self.turn)
-        self._norm = look(self._group, checked_norm, self.squares.tolist(), self._sums.find_not_finite)
+        self._norm = look(self._group, self._find_norm)
+
+    def _find_norm(self) -> float:
+        return checked_norm(self.squares.tolist(), self._sums.find_not_finite, self._sums.find_shards)
 
     def _update(self) -> None:
         """Update the owned part."""
@@ -203,7 +208,7 @@ class SharedStep:
             if not is_committed(self._group.counters(self._summed), self.turn) or self._undo_first():
                 return None
             if self._norm is None:
-                self._norm = checked_norm(self.squares.tolist(), self._sums.find_not_finite)
+                self._norm = self._find_norm()
         except NotFinite as error:
             return error
         if not self._is_updated:

@@ -54,7 +54,6 @@ class Totals:
     buffers: torch.Tensor | None
     seconds_per_sample: tuple[float, ...]
     wish: int = 0
-    checksums: tuple[float, ...] = ()
     has_news: bool = True
 
 
@@ -88,9 +87,13 @@ class Collector(Protocol):
 
 
 class Held(Protocol):
-    """What a worker holds of all that is trained: see `Replica`."""
+    """What a worker holds of all that is trained: see `Replica`.
+
+    `is_shared`: all workers of a host hold one and the same.
+    """
 
     flat: FlatModel
+    is_shared: bool
 
     @property
     def holding(self) -> Holding | None:
@@ -142,7 +145,10 @@ class Sync(Protocol):
         ...
 
     def finish(self) -> Outcome:
-        """Sum, agree and update. Raises where a member is gone or a value is not finite; nothing was changed then."""
+        """Sum, agree and update.
+
+        Raises where a member is gone, a value is not finite, or copies were not equal; nothing was changed then.
+        """
         ...
 
     def agree(self) -> None:

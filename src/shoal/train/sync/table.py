@@ -9,15 +9,18 @@ import torch
 
 from shoal.comm.group import Group
 from shoal.spec.errors import BugError, UserError
+from shoal.train.divergence import Diverged
 from shoal.train.flat import FlatLayout, shorten
 from shoal.train.sync.sync import Row, Standing, Totals
 
 T = TypeVar("T")
 
-WEIGHT, LOSS, SAMPLES, _SPARE, BUFFERS = range(5)
+WEIGHT, LOSS, SAMPLES, BUFFERS = 0, 1, 2, 5
 """Columns of a shard's row."""
-SPEED, WISH, STEP, CHECKSUM = range(4)
+SPEED, WISH, STEP, CHECKSUM, DOUBT = range(5)
 """Columns of a rank's row."""
+LOST, DIFFERENT = 1, 2
+"""What may be in doubt in another part of the model: a loss is no number, or copies are not equal."""
 
 
 class StepTable:
@@ -61,22 +64,38 @@ class StepTable:
             self.values.zero_()
 
     def standings(self) -> torch.Tensor:
-        """How fast each rank is and what it wishes, which parts of a copy must see alike; `correct` puts it back."""
-        return torch.from_numpy(np.ascontiguousarray(self._rows()[self._num_shards :, [SPEED, WISH]]))
+        """How fast each rank is, what it wishes and what is in doubt: parts of a copy must see this alike.
+
+        `correct` puts it back.
+        """
+        table = self._rows()
+        rows, ranks = table[: self._num_shards], table[self._num_shards :]
+        is_different, is_lost = np.ptp(ranks[:, CHECKSUM]) > 0, not np.isfinite(rows[:, LOSS]).all()
+        ranks[:, DOUBT] = DIFFERENT if is_different else LOST * is_lost
+        return torch.from_numpy(np.ascontiguousarray(ranks[:, [SPEED, WISH, DOUBT]]))
 
     def correct(self, standings: torch.Tensor) -> None:
-        self._rows()[self._num_shards :, [SPEED, WISH]] = standings.numpy()
+        self._rows()[self._num_shards :, [SPEED, WISH, DOUBT]] = standings.numpy()
+
+    def check_copies(self) -> None:
+        """Raise Diverged on every rank, and in every part, where copies of the parameters are not equal."""
+        ranks = self._rows()[self._num_shards :]
+        _check_steps(ranks[:, STEP])
+        if np.ptp(ranks[:, CHECKSUM]) > 0 or ranks[:, DOUBT].max() == DIFFERENT:
+            raise Diverged(ranks[:, CHECKSUM].tolist())
 
     def read(self, num_shards: int) -> Totals:
         """Combine the rows of the step's `num_shards` shards."""
         table = self._rows()
         rows = table[:num_shards]
         samples = rows[:, SAMPLES]
-        weight = math.fsum(rows[:, WEIGHT])
-        loss = math.fsum(rows[:, LOSS])
         ranks = table[self._num_shards :]
         _check_steps(ranks[:, STEP])
         check_finite(rows)
+        if ranks[:, DOUBT].max() == LOST:
+            raise NotFinite("The loss is no number in another part of the model.", why="the step was not taken")
+        weight = math.fsum(rows[:, WEIGHT])
+        loss = math.fsum(rows[:, LOSS])
         buffers = _mean(rows[:, BUFFERS:], samples) if table.shape[1] > BUFFERS else None
         return Totals(
             weight=weight,
@@ -84,7 +103,6 @@ class StepTable:
             buffers=buffers,
             seconds_per_sample=tuple(ranks[:, SPEED].tolist()),
             wish=int(ranks[:, WISH].max()),
-            checksums=tuple(ranks[:, CHECKSUM].tolist()),
         )
 
 
@@ -112,23 +130,27 @@ def _mean(rows: np.ndarray, samples: np.ndarray) -> torch.Tensor:
 
 
 class NotFinite(UserError):
-    """A step whose loss or gradient is no number. It was not taken, on any rank. `samples` did it, where known."""
+    """A step whose loss or gradient is no number. It was not taken, on any rank.
 
+    `shards` are those whose gradients did it, empty where nobody knows. `samples` are the ids, once they are named.
+    """
+
+    shards: Sequence[range] = ()
     samples: Sequence[int] = ()
 
 
 class LossNotFinite(NotFinite):
-    """A loss that is no number, in `num_samples` samples from the beginning of `shard` on."""
+    """A loss that is no number: `value` in the first of `spans`, (shard, number of samples from its beginning on)."""
 
     value: float
-    shard: int
-    num_samples: int
+    spans: Sequence[tuple[int, int]]
 
 
 def check_finite(rows: np.ndarray) -> None:
     """Raise the same error on every rank where a loss is not a number."""
-    for shard in np.flatnonzero(~np.isfinite(rows[:, LOSS])):
-        raise _bad_loss(float(rows[shard, LOSS]), int(shard), int(rows[shard, SAMPLES]))
+    bad = [int(shard) for shard in np.flatnonzero(~np.isfinite(rows[:, LOSS]))]
+    if bad:
+        raise _bad_loss(float(rows[bad[0], LOSS]), [(shard, int(rows[shard, SAMPLES])) for shard in bad])
     if math.fsum(rows[:, WEIGHT]) <= 0:
         raise UserError(
             "The weights of the whole batch add up to zero.",
@@ -139,35 +161,42 @@ def check_finite(rows: np.ndarray) -> None:
 
 def check_losses(rows: Sequence[Row]) -> None:
     """Raise where the loss of a worker's own rows is not a number."""
-    for row in rows:
-        if not math.isfinite(row.loss):
-            raise _bad_loss(row.loss, row.shard, row.num_samples)
+    bad = [row for row in rows if not math.isfinite(row.loss)]
+    if bad:
+        sizes = {row.shard: sum(each.num_samples for each in rows if each.shard == row.shard) for row in bad}
+        raise _bad_loss(bad[0].loss, list(sizes.items()))
 
 
-def _bad_loss(value: float, shard: int, num_samples: int) -> LossNotFinite:
+def _bad_loss(value: float, spans: Sequence[tuple[int, int]]) -> LossNotFinite:
     error = LossNotFinite(
-        f"The loss is {value} in shard {shard}.",
+        f"The loss is {value} in shard {spans[0][0]}.",
         why="a step with it would destroy the parameters; it was not taken",
         hint="lower the learning rate, clip with `max_norm=1.0`, or look at the samples of that shard",
     )
-    error.value, error.shard, error.num_samples = value, shard, num_samples
+    error.value, error.spans = value, spans
     return error
 
 
-def checked_norm(squares: Sequence[float], find_names: Callable[[int], Sequence[str]]) -> float:
+def checked_norm(
+    squares: Sequence[float],
+    find_names: Callable[[int], Sequence[str]],
+    find_shards: Callable[[int], Sequence[range]] = lambda index: (),
+) -> float:
     """The gradient's norm from the sum of squares of each chunk; the same error on every rank if it is no number.
 
-    `find_names` is then asked which parameters of a chunk are to blame.
+    `find_names` is then asked which parameters of a chunk are to blame, and `find_shards` which shards.
     """
     norm = math.sqrt(math.fsum(squares))
     if math.isfinite(norm):
         return norm
     bad = next((index for index, square in enumerate(squares) if not math.isfinite(square)), 0)
-    raise NotFinite(
+    error = NotFinite(
         f"The gradient is {norm}, though the loss is a number: in {shorten(find_names(bad))}.",
         why="a step with it would destroy the parameters; it was not taken",
         hint="look for a square root, logarithm or division at 0 in the loss, or lower the learning rate",
     )
+    error.shards = find_shards(bad)
+    raise error
 
 
 def look(group: Group, read: Callable[..., T], *args: Any) -> T:
