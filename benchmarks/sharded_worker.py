@@ -33,13 +33,6 @@ def make_step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Te
     return step
 
 
-def with_ddp(model: nn.Module, rows: torch.Tensor) -> Step:
-    from torch.nn.parallel import DistributedDataParallel
-
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return make_step(wrapped, torch.optim.AdamW(wrapped.parameters(), lr=1e-4, fused=True), rows)
-
-
 def with_zero_redundancy(model: nn.Module, rows: torch.Tensor) -> Step:
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
@@ -108,16 +101,11 @@ def with_shoal(**settings: Any) -> Callable[[nn.Module, torch.Tensor], Step]:
 
 
 CONTENDERS: dict[str, Callable[[nn.Module, torch.Tensor], Step]] = {
-    "DDP": with_ddp,
     "ZeroRedundancyOptimizer": with_zero_redundancy,
     "FSDP2": with_fsdp2,
     **{f"DeepSpeed ZeRO-{stage}": with_deepspeed(stage) for stage in (1, 2, 3)},
-    "shoal all_reduce": with_shoal(),
     "shoal optimizer": with_shoal(sync="sharded:optimizer"),
-    "shoal gradients": with_shoal(sync="sharded:gradients"),
     "shoal parameters": with_shoal(sync="sharded:parameters"),
-    "shoal gradients, tcp": with_shoal(sync="sharded:gradients", transport="tcp"),
-    "shoal parameters, tcp": with_shoal(sync="sharded:parameters", transport="tcp"),
 }
 
 
