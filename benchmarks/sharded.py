@@ -33,8 +33,6 @@ QUICK_SIZE = (16, 2, 8, 2)
 """Width, layers, tokens of a sequence, sequences a worker."""
 NUM_STEPS, NUM_WARM = 6, 2
 SECONDS = 900
-LOOKED_ROUNDS = 1
-"""Memory is the same in every round."""
 
 Found = dict[str, list[float]]
 
@@ -66,7 +64,7 @@ def _measure_all(names: list[str], num_workers: int, rounds: int, is_quick: bool
     for number in range(rounds):
         for name in names:
             harness.say(f"{name}, {num_workers} workers, round {number + 1} of {rounds}")
-            seen = run(name, num_workers, is_quick, looks=True) if number < LOOKED_ROUNDS else {}
+            seen = run(name, num_workers, is_quick, looks=True) if number == 0 else {}
             seconds = run(name, num_workers, is_quick, looks=False)["seconds"]
             for key, value in {**seen, "seconds": seconds}.items():
                 found[name].setdefault(key, []).append(value)
@@ -243,6 +241,6 @@ def _notes(is_quick: bool) -> list[str]:
         f"GPT of {num_layers} layers, d={width}, {samples} sequences of {length} tokens a worker, AdamW (fused).",
         "ms a step: median of the rounds, of the median step of each. Memory: MiB a worker, PSS, largest mean over",
         "the workers; `peak` is from the start on, `in steps` while steps are taken, `of it state` without what a",
-        f"process has after imports. VmHWM counts shared pages in every worker. Memory is of {LOOKED_ROUNDS} round.",
+        "process has after imports. VmHWM counts shared pages in every worker. Memory is of the first round.",
         *missing,
     ]

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from benchmarks import harness
+from shoal.observe import journal
+from shoal.spec.event import Event
 
 SECONDS = float(os.environ.get("OVERLOAD_SECONDS", "1800"))
 NUM_CORES = len(os.sched_getaffinity(0))
@@ -47,8 +49,7 @@ def test_nobody_is_evicted_at_twice_the_load(tmp_path: Path) -> None:
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline and run.poll() is None:
             time.sleep(0.5)
-        lines = (tmp_path / "run" / "journal.jsonl").read_text().splitlines(keepends=True)
-        events = [json.loads(line) for line in lines if line.endswith("\n")]
+        events = list(journal.read(str(tmp_path / "run" / "journal.jsonl")))
     finally:
         for process in busy:
             process.kill()
@@ -63,13 +64,13 @@ def test_nobody_is_evicted_at_twice_the_load(tmp_path: Path) -> None:
     print(f"\n{told}")
 
 
-def tell(events: list[dict[str, Any]], seconds: list[float]) -> dict[str, Any]:
+def tell(events: list[Event], seconds: list[float]) -> dict[str, Any]:
     return {
         "seconds": SECONDS,
         "steps": len(seconds),
         "p99_step_seconds": sorted(seconds)[int(0.99 * len(seconds))] if seconds else None,
         "longest_step_seconds": max(seconds, default=None),
-        "trouble": [(event["kind"], event["rank"], event["data"]) for event in events if event["kind"] in TROUBLE],
+        "trouble": [(event.kind, event.rank, event.data) for event in events if event.kind in TROUBLE],
     }
 
 

@@ -1,15 +1,16 @@
 """A disk that fills up, or breaks, under `shoal run`: training goes on, people are told, saving resumes by itself."""
 
-import json
 import threading
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import pytest
 from launching import SHOAL, Box, box
 
 from shoal.checkpoint.store import FolderStore
+from shoal.observe import journal
+from shoal.spec.event import Event
 from shoal.testing.rigs import failing_syscalls, needs, small_disk
 
 __all__ = ["box"]
@@ -85,14 +86,12 @@ def test_a_disk_that_fills_up_and_is_well_again(box: Box):
         assert FolderStore(run / "checkpoints").load().state.step == 300
 
 
-def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
-    """Events of a run that goes on; the last line may not be whole yet."""
-    lines = (run / "journal.jsonl").read_text().splitlines(keepends=True)
-    return [event for event in map(json.loads, (x for x in lines if x.endswith("\n"))) if event["kind"] == kind]
+def events_of(run: Path, kind: str) -> list[Event]:
+    return [event for event in journal.read(str(run / "journal.jsonl")) if event.kind == kind]
 
 
 def pid_of(run: Path, rank: int) -> int:
-    return next(event["data"]["pid"] for event in events_of(run, "worker_started") if event["rank"] == rank)
+    return next(event.data["pid"] for event in events_of(run, "worker_started") if event.rank == rank)
 
 
 @needs("strace")
@@ -116,16 +115,16 @@ def test_a_disk_that_refuses_for_a_while(box: Box, call: str, code: str):
                 box.wait_for(lambda: events_of(run, "checkpoint_failed"), 20)
                 box.wait_for(lambda: output.find("could not be saved"), 20)
                 told, whole = events_of(run, "checkpoint_failed")[0], newest_step(run / "checkpoints")
-                assert 0 <= told["time"] - calls.times()[0] <= 2.0
+                assert 0 <= told.time - calls.times()[0] <= 2.0
                 assert FolderStore(run / "checkpoints").load().state.step == whole
-                box.wait_for(lambda: events_of(run, "checkpoint_failed")[-1]["step"] > told["step"], 20)
+                box.wait_for(lambda: events_of(run, "checkpoint_failed")[-1].step > told.step, 20)
                 assert newest_step(run / "checkpoints") == whole, "the last one stays, and training goes on"
             box.wait_for(lambda: newest_step(run / "checkpoints") > whole, 20)
             box.wait_for(lambda: output.find("was saved"), 20)
             assert job.wait(60) == 0, output.text
         finally:
             job.kill()
-    assert code in told["data"]["why"]
+    assert code in told.data["why"]
     assert "trained 200" in output.text
     assert FolderStore(run / "checkpoints").load().state.step == 200
 

@@ -142,10 +142,10 @@ class ChunkedOptimizer:
         finally:
             self._fill_groups(range(len(self._owned)), with_witness=True)
 
-    def changes(self, numbers: range) -> list[torch.Tensor]:
+    def changes(self, numbers: range, average: torch.Tensor | None) -> list[torch.Tensor]:
         """Everything that updating these chunks changes and that others need, as flat tensors."""
-        flats = [self._flat.values, *self._state.values()]
-        return [flat[start:stop] for start, stop in spans_of([self._owned[n] for n in numbers]) for flat in flats]
+        flats = [self._flat.values, *self._state.values(), *([] if average is None else [average])]
+        return [flat[start:stop] for start, stop in _spans([self._owned[n] for n in numbers]) for flat in flats]
 
     @contextmanager
     def standing_in(
@@ -239,7 +239,7 @@ class ChunkedOptimizer:
             kept.update(_as_tensors(scalars[place.group], chunk))
 
 
-def spans_of(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
+def _spans(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
     """Where chunks are, those that follow each other as one."""
     spans: list[tuple[int, int]] = []
     for chunk in chunks:

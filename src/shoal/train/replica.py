@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from shoal.train.chunked import ChunkedOptimizer, is_elementwise, spans_of
+from shoal.train.chunked import ChunkedOptimizer, is_elementwise
 from shoal.train.flat import CHUNK, Chunk, FlatModel
 from shoal.train.undo import BATCH_CHUNKS, Undo
 from shoal.train.whole import WholeOptimizer
@@ -113,13 +113,9 @@ class Replica:
     ) -> None:
         batches = [range(at, min(at + BATCH_CHUNKS, len(owned))) for at in range(0, len(owned), BATCH_CHUNKS)]
         batches = batches or [range(0)]  # what the optimizer counts goes on without a chunk, too
-        average = self.average
 
         def changes(number: int) -> list[torch.Tensor]:
-            batch = batches[number]
-            spans = spans_of([owned[n] for n in batch])
-            averages = [] if average is None else [average[start:stop] for start, stop in spans]
-            return [*optimizer.changes(batch), *averages]
+            return optimizer.changes(batches[number], self.average)
 
         with optimizer.in_batches() as step_some:
 
