@@ -193,7 +193,8 @@ class ElasticRun:
             self._hooks.changed(self.num_workers)
         if self._generation >= 0 and now > self._spare_due:
             self._spare_due = now + SPARE_SECONDS
-            self._engine.keep_spare(self._hooks.spec_of(0, 0))
+            if not self._coordinator.is_awaiting:
+                self._engine.keep_spare(self._hooks.spec_of(0, 0))
 
     def _end_failed(self) -> None:
         """A worker that reported an error and does not end is held up by threads of its own."""

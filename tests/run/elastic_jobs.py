@@ -5,6 +5,7 @@ has not struck, because the worker it is meant for is being replaced: so all str
 """
 
 import functools
+import gc
 import json
 import os
 import signal
@@ -304,6 +305,24 @@ def two(name: str) -> None:
                 say(name, trainer, digests=digests)
 
 
+def memory(name: str) -> None:
+    """Where parameters are, and how much shared memory is mapped, from a worker's second step to its last.
+
+    Nothing waits for the garbage collector.
+    """
+    gc.disable()
+    model = make_net(is_plain=True)
+    seen = []
+    with make_trainer(model, torch.optim.AdamW(model.parameters(), 1e-3), data(), ema=0.9) as trainer:
+        for _ in range(6):
+            for batch in trainer:
+                trainer.step(batch)
+                maps = Path("/proc/self/maps").read_text().count("/memfd:shoal")
+                seen.append((next(model.parameters()).data_ptr(), maps))
+        say(name, trainer, has_moved=seen[1][0] != seen[-1][0], has_grown=seen[1][1] < seen[-1][1])
+    gc.enable()
+
+
 JOBS: dict[str, Callable[[str], None]] = {
     "sgd": sgd,
     "adamw": adamw,
@@ -312,6 +331,7 @@ JOBS: dict[str, Callable[[str], None]] = {
     "left": left,
     "stream": stream,
     "two": two,
+    "memory": memory,
     "short": functools.partial(long, epochs=8),
     "long": long,
 }

@@ -64,6 +64,16 @@ def test_killed_at_every_point_of_a_step(clean, job, transport):
     assert not run.of("resumed"), "nobody read a checkpoint"
 
 
+def test_memory_stays_where_it_is_and_does_not_grow(clean):
+    faults = Faults()
+    for step in (5, 15):
+        faults = faults.kill(rank=1, step=step, at="backward", incarnation=None)
+    run = run_job(faults, "memory", "2:3", ELASTIC_WANTED="3")
+    check_ended_well(run, clean["memory"], num_strikes=2)
+    assert not clean["memory"]["has_moved"]
+    assert not clean["memory"]["has_grown"]
+
+
 def test_twenty_kills(clean):
     faults = Faults.random(20, num_workers=3, count=20, every=(2, 6), at=POINTS)
     check_ended_well(run_job(faults, "long", "2:3"), clean["long"], num_strikes=20)

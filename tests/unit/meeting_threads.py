@@ -22,23 +22,43 @@ def run_ranks(
     look: Callable[[Sequence[int], float], None] = lambda ranks, seconds: None,
 ) -> list[Any]:
     """What `work` returned on each rank of a group."""
+    groups = make_ranks(size, timeout_seconds=timeout_seconds, look=look)
+
+    def serve(group: ShmGroup) -> Any:
+        try:
+            return work(group)
+        finally:
+            group.close()
+
+    return at_once(serve, groups)
+
+
+def make_ranks(
+    size: int,
+    before: Sequence[ShmGroup | None] = (),
+    timeout_seconds: float = 20.0,
+    look: Callable[[Sequence[int], float], None] = lambda ranks, seconds: None,
+) -> list[ShmGroup]:
+    """A group, as each of its ranks has it. `before` are the groups that they have been in."""
     control = reserve(boards.num_bytes(size))
 
-    def serve(rank: int) -> Any:
+    def make(rank: int) -> ShmGroup:
         board = Board(map_memory(control), rank, size, timeout_seconds, lambda _: True, look)
 
         def gather(number: int) -> list[int]:
             board.post(np.array([number]))
             return [int(other) for other in board.peers()[:, 0]]
 
-        group = ShmGroup(board, swap_by_proc([describe_self()] * size, rank, gather))
-        try:
-            return work(group)
-        finally:
-            group.close()
+        swap = swap_by_proc([describe_self()] * size, rank, gather)
+        return ShmGroup(board, swap, before=before[rank] if rank < len(before) else None)
 
     try:
-        with ThreadPoolExecutor(size) as pool:
-            return [future.result() for future in [pool.submit(serve, rank) for rank in range(size)]]
+        return at_once(make, range(size))
     finally:
         os.close(control)
+
+
+def at_once(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    """What `work` returned for each item, all at the same time."""
+    with ThreadPoolExecutor(len(items)) as pool:
+        return [future.result() for future in [pool.submit(work, item) for item in items]]

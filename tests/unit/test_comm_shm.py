@@ -1,9 +1,13 @@
 """Shared-memory collectives, ranks as threads: what depends on where tensors live and how many ranks there are."""
 
+import gc
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from meeting_threads import run_ranks
+from meeting_threads import at_once, make_ranks, run_ranks
 
 from shoal.comm.group import Op
 from shoal.comm.shm import ShmGroup
@@ -168,3 +172,80 @@ def test_all_silent_ranks_are_named() -> None:
 def with_patience(group: ShmGroup, seconds: float) -> ShmGroup:
     group._board.timeout_seconds = seconds
     return group
+
+
+def fill(group: ShmGroup) -> None:
+    """Everybody leaves something of its own in each kind of memory."""
+    shared = group.share(100, "shared")
+    group.barrier()
+    shared.mine.fill_(10 + group.rank)
+    common = group.common(100, "common")
+    if group.rank == 1:
+        common.fill_(7)
+    group.common(100).fill_(1)
+    group.barrier()
+
+
+def test_memory_that_has_a_name_goes_over_into_the_next_group() -> None:
+    first = make_ranks(3)
+    at_once(fill, first)
+    # The first rank is gone, the others follow each other, and somebody new is the last.
+    second = make_ranks(3, [first[1], first[2], None])
+
+    def look(group: ShmGroup) -> tuple[list[int], int, int]:
+        shared, common, other = group.share(100, "shared"), group.common(100, "common"), group.common(100)
+        group.barrier()
+        return [int(each[99]) for each in shared.all], int(common[99]), int(other[99])
+
+    assert at_once(look, second) == [([11, 12, 0], 7, 0)] * 3
+    for group in (*first, *second):
+        group.close()
+
+
+def test_it_is_the_same_memory_and_is_gone_with_the_last_group() -> None:
+    first = make_ranks(2)
+    before = at_once(lambda group: group.common(100, "common"), first)
+    second = make_ranks(2, first)
+    after = at_once(lambda group: group.common(100, "common"), second)
+    assert [each.data_ptr() for each in after] == [each.data_ptr() for each in before], "nothing was mapped again"
+    numbers = [group._meeting.kept["common"].given.number for group in second]
+    for group in (*first, *second):
+        group.close()
+    for number in numbers:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(number)
+
+
+def test_memory_of_another_size_is_new() -> None:
+    first = make_ranks(2)
+    at_once(fill, first)
+    second = make_ranks(2, first)
+    shared = at_once(lambda group: group.share(200, "shared"), second)
+    assert {int(each.sum()) for of_rank in shared for each in of_rank.all} == {0}
+    for group in (*first, *second):
+        group.close()
+
+
+def test_no_memory_waits_for_the_garbage_collector() -> None:
+    def num_maps() -> int:
+        return Path("/proc/self/maps").read_text().count("/memfd:shoal")
+
+    gc.collect()
+    gc.disable()
+    try:
+        others, groups = num_maps(), make_ranks(2)
+        at_once(fill, groups)
+        first = num_maps()
+        for _ in range(3):
+            before, groups = groups, make_ranks(2, [groups[1], None])
+            at_once(fill, groups)
+            for group in before:
+                group.close()
+            del before, group
+        assert num_maps() == first
+        for group in groups:
+            group.close()
+        del groups, group
+        assert num_maps() == others
+    finally:
+        gc.enable()

@@ -32,7 +32,7 @@ def test_layout_holds_every_parameter_once_and_ranks_share_all_chunks(sizes, num
         assert 0 < chunk.stop - chunk.start <= flat.CHUNK
 
 
-def allocate(num_elements, dtype):
+def allocate(name, num_elements, dtype):
     return torch.zeros(num_elements, dtype=dtype)
 
 

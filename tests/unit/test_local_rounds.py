@@ -148,7 +148,9 @@ def test_the_outer_step_is_that_of_torch_once_the_run_is_old():
     """And a young one takes little more than the mean way: DiLoCo's first rounds do not overshoot."""
     sync = shoal.diloco(8)
     model = nn.Linear(3, 2)
-    flat = FlatModel(model, torch.optim.SGD(model.parameters()), lambda size, dtype: torch.zeros(size, dtype=dtype))
+    flat = FlatModel(
+        model, torch.optim.SGD(model.parameters()), lambda name, size, dtype: torch.zeros(size, dtype=dtype)
+    )
     flat.place(is_source=True)
     group, span = connect(0, 1), (0, flat.layout.total)
     outer, expected = Outer(sync, flat, group), nn.Parameter(flat.values.clone())

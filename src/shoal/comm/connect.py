@@ -54,18 +54,22 @@ def connect_at(meeting: Rendezvous, transport: str = "auto", interface: str = ""
     return _connect(meeting, _gather(meeting), transport, interface)
 
 
-def connect_devices(meeting: Rendezvous, transport: str = "auto", device: str = "cpu") -> Group:
+def connect_devices(
+    meeting: Rendezvous, transport: str = "auto", device: str = "cpu", before: Group | None = None
+) -> Group:
     """`connect_at` for ranks whose tensors may be on a GPU: `device` is this rank's, "cpu" or "cuda".
 
     GPUs among themselves use NCCL. Where some ranks have one and others not, tensors go through main memory.
+    `before` is the group that this one takes the place of, on those ranks that were in it.
     """
     _check_transport(transport)
+    before = before if isinstance(before, ShmGroup) else None
     if meeting.size == 1:
-        alone = _alone(meeting.timeout_seconds)
+        alone = _alone(meeting.timeout_seconds, before)
         return alone if device == "cpu" else StagedGroup(alone)
     processes = _gather(meeting, device)
     devices = [process.device for process in processes]
-    group = _connect(meeting, processes, choose_transport(transport, devices))
+    group = _connect(meeting, processes, choose_transport(transport, devices), before=before)
     return StagedGroup(group) if must_stage(device, devices, has_nccl=is_nccl_available()) else group
 
 
@@ -74,9 +78,13 @@ def _gather(meeting: Rendezvous, device: str = "cpu") -> list[Process]:
 
 
 def _connect(
-    meeting: Rendezvous, processes: Sequence[Process], transport: str, interface: str = ""
+    meeting: Rendezvous,
+    processes: Sequence[Process],
+    transport: str,
+    interface: str = "",
+    before: ShmGroup | None = None,
 ) -> ShmGroup | TcpGroup:
-    group, reason = (None, "asked for") if transport == "tcp" else share_memory(meeting, processes)
+    group, reason = (None, "asked for") if transport == "tcp" else share_memory(meeting, processes, before=before)
     if group is not None:
         return group
     if transport == "shm":
@@ -91,12 +99,13 @@ def _check_transport(transport: str) -> None:
         raise UserError(f"There is no transport {transport!r}.", hint="use 'auto', 'shm' or 'tcp'")
 
 
-def _alone(timeout_seconds: float) -> ShmGroup:
+def _alone(timeout_seconds: float, before: ShmGroup | None = None) -> ShmGroup:
     """A group of one: the same memory, board and code, with nobody to wait for."""
     control = reserve(boards.num_bytes(1))
     board = Board(map_memory(control), 0, 1, timeout_seconds, lambda _: True)
     os.close(control)
-    return ShmGroup(board, swap_by_proc([describe_self()], 0, lambda fd: [fd]), reason="one worker")
+    swap = swap_by_proc([describe_self()], 0, lambda fd: [fd])
+    return ShmGroup(board, swap, reason="one worker", before=before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +118,10 @@ class Way:
 
 
 def share_memory(
-    meeting: Rendezvous, processes: Sequence[Process], ways: Sequence[str] = ("proc", "sockets")
+    meeting: Rendezvous,
+    processes: Sequence[Process],
+    ways: Sequence[str] = ("proc", "sockets"),
+    before: ShmGroup | None = None,
 ) -> tuple[ShmGroup | None, str]:
     """A group on memory that rank 0 makes, by the first way that works for all; else None and why not.
 
@@ -124,7 +136,9 @@ def share_memory(
         for name in ways:
             way, reason = _try(meeting, processes, control, name)
             if way is not None:
-                return _group_on(way, meeting, processes, name), ""
+                reason = f"{meeting.size} workers on one host, memory by {name}"
+                board = _board_on(way, meeting, processes)
+                return ShmGroup(board, way.swap(board), way.leave, reason, before), ""
             reasons.append(reason)
         return None, f"the memory of another worker could not be opened ({'; '.join(reasons)})"
     finally:
@@ -148,10 +162,10 @@ def _try(meeting: Rendezvous, processes: Sequence[Process], control: int, name: 
     return None, f"by {name}, rank {failed}: {problems[failed]}"
 
 
-def _group_on(way: Way, meeting: Rendezvous, processes: Sequence[Process], name: str) -> ShmGroup:
+def _board_on(way: Way, meeting: Rendezvous, processes: Sequence[Process]) -> Board:
     memory = map_memory(way.control)
     os.close(way.control)
-    board = Board(
+    return Board(
         memory,
         meeting.rank,
         meeting.size,
@@ -159,7 +173,6 @@ def _group_on(way: Way, meeting: Rendezvous, processes: Sequence[Process], name:
         lambda rank: is_running(processes[rank]),
         meeting.look,
     )
-    return ShmGroup(board, way.swap(board), way.leave, f"{meeting.size} workers on one host, memory by {name}")
 
 
 def _by_proc(meeting: Rendezvous, processes: Sequence[Process], control: int) -> Way:

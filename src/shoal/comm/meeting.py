@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from shoal.comm.blocks import STAGE_BYTES, Array, arithmetic_of
 from shoal.comm.board import CALL, COLLECTIVE, PLACE, Board
 from shoal.comm.group import Call, disagreement
-from shoal.comm.memory import map_memory, reserve
+from shoal.comm.memory import Descriptor, map_memory, reserve
 from shoal.comm.passing import Swap
 from shoal.spec.errors import UserError
 
@@ -25,20 +26,36 @@ class Shared:
     all: list[torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Memory that has a name: what this rank gives of it to whoever does not map it yet, and all that is mapped here.
+
+    `maps` are by inode, which tells whether descriptors that come from different ranks are of the same memory.
+    """
+
+    num_bytes: int
+    given: Descriptor
+    maps: Mapping[int, torch.Tensor]
+
+
 class Meeting:
     """Turns on a Board, in which all ranks announce what they do and wait for each other.
 
     A rank that has passed turn t knows that everyone has finished what they did before they announced t. So memory
     written for turn t may be written again for turn t + 2 without asking: the stage has an even and an odd slot.
+
+    `before` is what was `kept` in a group that this one takes the place of. Memory of those names is taken on as it
+    is, by whoever was there: only newcomers map it, and nobody takes new pages or copies what is in it.
     """
 
-    def __init__(self, board: Board, swap: Swap) -> None:
+    def __init__(self, board: Board, swap: Swap, before: Mapping[str, Kept] | None = None) -> None:
         self.rank, self.size, self.turn = board.rank, board.size, 0
         self.board, self._swap = board, swap
         self._line = board.line(COLLECTIVE, self.rank)
         self._peer_lines = [(peer, board.line(COLLECTIVE, peer)) for peer in range(self.size) if peer != self.rank]
         self._shared: list[Shared] = []
-        self._stage = self.share(2 * STAGE_BYTES)
+        self._before, self.kept = dict(before or {}), dict[str, Kept]()
+        self._stage = self.share(2 * STAGE_BYTES, "stage")
         self._scratch = torch.empty(STAGE_BYTES, dtype=torch.uint8)
         self._slots: dict[torch.dtype, list[list[Array]]] = {}
         self._small_slots: dict[tuple[torch.dtype, int], tuple[list[list[Array]], Array]] = {}
@@ -65,37 +82,59 @@ class Meeting:
                 same_place = False
         return same_place
 
-    def share(self, num_bytes: int) -> Shared:
+    def share(self, num_bytes: int, name: str = "") -> Shared:
         """Memory that tensors can be combined in. A collective; costs about 0.3 ms a MiB, for taking the pages."""
-        self._shared.append(self.share_sparsely(num_bytes, at_once=True))
+        self._shared.append(self.share_sparsely(num_bytes, name, at_once=True))
         return self._shared[-1]
 
-    def share_sparsely(self, num_bytes: int, *, at_once: bool = False) -> Shared:
+    def share_sparsely(self, num_bytes: int, name: str = "", *, at_once: bool = False) -> Shared:
         """Like `share`, but pages are taken when first touched, and tensors on it are ordinary ones to `find`."""
         self.agree(Call("share", num_bytes).code)
-        every = self._exchange(reserve(num_bytes, at_once=at_once), at_once=at_once)
-        every = [tensor[:num_bytes] for tensor in every]
+        every = self._exchange(self._offer(num_bytes, name, at_once=at_once), num_bytes, name, at_once=at_once)
         return Shared(every[self.rank], every)
 
-    def common(self, num_bytes: int) -> torch.Tensor:
+    def common(self, num_bytes: int, name: str = "") -> torch.Tensor:
         """One piece of memory, made by rank 0 and mapped by all."""
         self.agree(Call("common", num_bytes).code)
-        return self._exchange(reserve(num_bytes) if self.rank == 0 else -1, at_once=True)[0][:num_bytes]
+        return self._exchange(self._offer(num_bytes, name) if self.rank == 0 else None, num_bytes, name)[0]
 
-    def _exchange(self, fd: int, *, at_once: bool) -> list[torch.Tensor]:
-        """Everyone's memory, mapped here. The descriptors are closed again: the mappings keep the memory."""
+    def _offer(self, num_bytes: int, name: str, *, at_once: bool = True) -> Descriptor:
+        """What this rank gives: what it had of that name and size in the group before, else new memory."""
+        before = self._before.get(name)
+        if before is not None and before.num_bytes == num_bytes:
+            return before.given
+        return Descriptor(reserve(num_bytes, at_once=at_once))
+
+    def _exchange(
+        self, mine: Descriptor | None, num_bytes: int, name: str, *, at_once: bool = True
+    ) -> list[torch.Tensor]:
+        """Everyone's memory, mapped here. A descriptor is kept of memory that has a name.
+
+        What others give is touched when it is needed: of most memory each rank needs only a part.
+        """
         opened: list[int] = []
+        before = self._before.pop(name, None)
+        known = before.maps if before is not None else {}
         try:
-            opened = self._swap(fd)
-            maps = [map_memory(other, at_once=at_once) for other in opened if other >= 0]
-            self.arrive()  # nobody closes before all have opened
+            opened = self._swap(mine.number if mine is not None else -1)
+            given = {peer: other for peer, other in enumerate(opened) if other >= 0}
+            numbers = [os.fstat(other).st_ino for other in given.values()]
+            maps = [
+                known[number] if number in known else _map(other, num_bytes, at_once=at_once and peer == self.rank)
+                for number, (peer, other) in zip(numbers, given.items(), strict=True)
+            ]
+            if name:
+                mine = mine or Descriptor(os.dup(opened[0]))
+                self.kept[name] = Kept(num_bytes, mine, dict(zip(numbers, maps, strict=True)))
+            else:
+                self.arrive()  # nobody closes before all have opened
         except OSError as error:
             self._await_loss()
             raise UserError(f"Could not map the memory of another worker: {error}.", rank=self.rank) from error
         finally:
-            for descriptor in {fd, *opened} - {-1}:
+            for descriptor in set(opened) - {-1}:
                 os.close(descriptor)
-        return [torch.frombuffer(memory, dtype=torch.uint8) for memory in maps]
+        return maps
 
     def _await_loss(self) -> None:
         """Raise MemberLost if a peer is gone. A process loses its descriptors a moment before it counts as ended."""
@@ -134,3 +173,7 @@ class Meeting:
     def scratch(self, dtype: torch.dtype) -> Array:
         """A private block for sums under way."""
         return arithmetic_of(dtype).view(self._scratch.view(dtype))
+
+
+def _map(fd: int, num_bytes: int, *, at_once: bool) -> torch.Tensor:
+    return torch.frombuffer(map_memory(fd, at_once=at_once), dtype=torch.uint8)[:num_bytes]

@@ -6,6 +6,7 @@ that could be left behind, and it is gone with the last process that maps it, ho
 
 import mmap
 import os
+import weakref
 
 from shoal.spec.errors import UserError
 
@@ -42,6 +43,14 @@ def map_memory(fd: int, *, at_once: bool = True) -> mmap.mmap:
     """
     flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if at_once else 0)
     return mmap.mmap(fd, os.fstat(fd).st_size, flags=flags)
+
+
+class Descriptor:
+    """A descriptor that is closed with the last one who has it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        weakref.finalize(self, os.close, number)
 
 
 def round_up(number: int, multiple: int) -> int:

@@ -31,6 +31,10 @@ class Pairs:
     def recv(self, flat: torch.Tensor, source: int) -> Work:
         return self._in[source].recv(flat)
 
+    def close(self) -> None:
+        """Let go of the memory. Boxes on their way in or out refer to each other, and may stay for a while."""
+        self.boxes = []
+
     def box(self, source: int, to: int, number: int) -> torch.Tensor:
         begin = (2 * to + (number & 1)) * BOX_BYTES
         return self.boxes[source][begin : begin + BOX_BYTES]

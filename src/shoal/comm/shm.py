@@ -24,7 +24,8 @@ from shoal.spec.errors import UserError
 class ShmGroup:
     """Ranks that meet on a `Board` and `swap` memory. `leave` is called once at the end, to close what they met over.
 
-    `reason` says why it is this transport.
+    `reason` says why it is this transport. `before` is a group that this one takes the place of: memory that has a
+    name goes over into it.
 
     For those who combine tensors themselves: memory (`share`, `common`), monotonic counters on 16 channels
     (`signal`, `wait`) that carry the time of arrival, and a tiny gather of numbers (`post`, `peers`).
@@ -32,24 +33,35 @@ class ShmGroup:
 
     transport = "shm"
 
-    def __init__(self, board: Board, swap: Swap, leave: Callable[[], None] = lambda: None, reason: str = "") -> None:
+    def __init__(
+        self,
+        board: Board,
+        swap: Swap,
+        leave: Callable[[], None] = lambda: None,
+        reason: str = "",
+        before: "ShmGroup | None" = None,
+    ) -> None:
         self.rank, self.size, self.reason = board.rank, board.size, reason
         self._board = board
         # Also at interpreter exit: a rank that ends well has left, and is not taken for lost.
         self._close = weakref.finalize(self, _close, board, leave, os.getpid())
-        self._meeting = Meeting(board, swap)
+        self._meeting: Meeting = Meeting(board, swap, before._meeting.kept if before is not None else None)
         self._pairs = Pairs(board, self._meeting.share_sparsely(2 * BOX_BYTES * self.size).all)
 
-    def share(self, num_bytes: int) -> Shared:
+    def share(self, num_bytes: int, name: str = "") -> Shared:
         """Make memory that tensors can live in: one piece a rank, visible to all. A collective.
 
         It lasts as long as the group, and longer while a tensor on it lives. Taking the pages costs 0.3 ms a MiB.
+        With a name, ranks that had memory of that name and size in the group before have it again, as they left it.
         """
-        return self._meeting.share(num_bytes)
+        return self._meeting.share(num_bytes, name)
 
-    def common(self, num_bytes: int) -> torch.Tensor:
-        """Make one piece of memory that all ranks map: bytes, page aligned, zero at first. A collective."""
-        return self._meeting.common(num_bytes)
+    def common(self, num_bytes: int, name: str = "") -> torch.Tensor:
+        """Make one piece of memory that all ranks map: bytes, page aligned, zero at first. A collective.
+
+        With a name, it is what rank 0 had of that name and size in the group before, as it was left.
+        """
+        return self._meeting.common(num_bytes, name)
 
     def signal(self, channel: int, value: int) -> None:
         """Tell everyone that this rank has reached `value` on a channel (0 to 15); values only grow.
@@ -129,7 +141,8 @@ class ShmGroup:
         self._close()
         # What they hold refers back to them; memory nobody uses shall not wait for the garbage collector.
         vars(self).pop("_meeting", None)
-        vars(self).pop("_pairs", None)
+        if (pairs := vars(self).pop("_pairs", None)) is not None:
+            pairs.close()
 
 
 def _in_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from shoal.elastic import membership
 from shoal.elastic.calls import Calls, Place, place_in
 from shoal.elastic.decision import Decision, Note, Tell
 from shoal.elastic.detect import Detector, OwnTime, Suspect, silent_too_long
-from shoal.elastic.membership import Membership, Process
+from shoal.elastic.membership import Membership, Phase, Process
 from shoal.elastic.message import called_message, stop_message
 from shoal.elastic.relay import Relay
 from shoal.elastic.settle import Places, is_all_lost, live_members, settle
@@ -51,6 +51,11 @@ class Coordinator:
     def world(self) -> World | None:
         """The newest one that was published."""
         return self.state.world
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Somebody is on its way into the World."""
+        return any(process.phase in (Phase.STARTING, Phase.READY) for process in self.state.processes.values())
 
     @property
     def is_over(self) -> bool:

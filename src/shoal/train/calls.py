@@ -66,6 +66,7 @@ class Calls:
         if self._team.sync is not None:
             link.trainer, link.call = self._trainer, self._number
             return Call()
+        self._team.prepare()
         reply = link.await_membership(self._trainer, self._number)
         if isinstance(reply, dict):
             if not self._catch_up(name, reply["result"]):

@@ -100,8 +100,8 @@ class ChunkedOptimizer:
     def _places(self) -> Iterator[tuple[nn.Parameter, Chunk]]:
         return zip(self._chunks, self._owned, strict=True)
 
-    def step(self, allocate: Callable[[], torch.Tensor]) -> None:
-        """Update the owned chunks from `gradients`. `allocate` gives a buffer where the optimizer makes new state."""
+    def step(self, allocate: Callable[[str], torch.Tensor]) -> None:
+        """Update the owned chunks from `gradients`. `allocate(name)` gives a buffer for state that is new."""
         if not self.optimizer.state:
             self._step_first(allocate)
             return
@@ -109,7 +109,7 @@ class ChunkedOptimizer:
         if self._missing_state():
             self._settle(range(len(self._owned)), allocate)
 
-    def _step_first(self, allocate: Callable[[], torch.Tensor]) -> None:
+    def _step_first(self, allocate: Callable[[str], torch.Tensor]) -> None:
         """The optimizer makes its state now: a few chunks at a time, so that it never exists twice."""
         with self.in_batches() as step_some:
             for start in range(0, max(1, len(self._owned)), BATCH_CHUNKS):
@@ -117,10 +117,10 @@ class ChunkedOptimizer:
                 step_some(numbers)
                 self._settle(numbers, allocate)
 
-    def _settle(self, numbers: range, allocate: Callable[[], torch.Tensor]) -> None:
+    def _settle(self, numbers: range, allocate: Callable[[str], torch.Tensor]) -> None:
         """Let what the optimizer has just made for these of the owned chunks live where it belongs."""
         for name in self._missing_state():
-            self._state[name] = allocate()
+            self._state[name] = allocate(name)
         for number in numbers:
             place, kept = self._owned[number], self.optimizer.state[self._chunks[number]]
             for name, flat in self._state.items():
@@ -168,7 +168,7 @@ class ChunkedOptimizer:
                 group["params"] = params
 
     @staticmethod
-    def _no_more() -> torch.Tensor:
+    def _no_more(name: str) -> torch.Tensor:
         raise AssertionError("all state has its place already")
 
     @property
@@ -223,12 +223,12 @@ class ChunkedOptimizer:
         self,
         state: Mapping[str, torch.Tensor],
         scalars: Sequence[Mapping[str, float]],
-        allocate: Callable[[], torch.Tensor],
+        allocate: Callable[[str], torch.Tensor],
     ) -> None:
         """Make room for the state of an earlier run, named as in `named_state`; its values are copied in later."""
         for key in sorted({name.rpartition("/")[2] for name in state}):
             if key not in self._state:
-                self._state[key] = allocate()
+                self._state[key] = allocate(key)
         for witness, counts in zip(self._witnesses, scalars, strict=True):
             kept = self.optimizer.state[witness]
             kept.update({name: witness.detach().clone() for name in self._state})

@@ -1,5 +1,6 @@
 """One flat buffer for all trainable parameters, cut into chunks that never depend on the number of workers."""
 
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,10 @@ class FlatLayout:
     chunks: tuple[Chunk, ...]
     total: int
 
+    def name(self, what: str) -> str:
+        """What a buffer that is laid out like this is called: others have other names."""
+        return f"{what}-{zlib.crc32(repr((self.names, self.offsets, self.total)).encode()):08x}"
+
     def owned(self, rank: int, size: int) -> tuple[Chunk, ...]:
         """The chunks that `rank` of `size` updates: a contiguous run, all ranks' runs together are all chunks."""
         num = len(self.chunks)
@@ -77,6 +82,16 @@ def plan_layout(groups: Sequence[Sequence[tuple[str, int]]]) -> FlatLayout:
     return FlatLayout(names=tuple(names), offsets=tuple(offsets), sizes=tuple(sizes), chunks=tuple(chunks), total=end)
 
 
+def _layout_of(groups: Sequence[Sequence[tuple[str, nn.Parameter]]]) -> FlatLayout:
+    return plan_layout([[(name, p.numel()) for name, p in group] for group in groups])
+
+
+def num_flat_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """What a flat buffer for these parameters takes."""
+    groups = named_groups(model, optimizer)
+    return _layout_of(groups).total * next(p for group in groups for _, p in group).element_size()
+
+
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
@@ -84,7 +99,7 @@ def round_up(value: int, multiple: int) -> int:
 class FlatModel:
     """A model whose trainable parameters are views of one flat buffer.
 
-    `parameters` are in the layout's order. `allocate(num_elements, dtype)` gives the buffer: private memory, or
+    `parameters` are in the layout's order. `allocate(name, num_elements, dtype)` gives the buffer: private memory, or
     memory that all workers of a host see.
     """
 
@@ -92,19 +107,25 @@ class FlatModel:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        allocate: Callable[[int, torch.dtype], torch.Tensor],
+        allocate: Callable[[str, int, torch.dtype], torch.Tensor],
     ) -> None:
         groups = named_groups(model, optimizer)
         self.model = model
-        self.layout = plan_layout([[(name, p.numel()) for name, p in group] for group in groups])
+        self.layout = _layout_of(groups)
         by_name = {name: p for group in groups for name, p in group}
         self.parameters = [by_name[name] for name in self.layout.names]
         self.dtype = self.parameters[0].dtype
-        self.values = allocate(self.layout.total, self.dtype)
+        self.values = allocate(self.layout.name("values"), self.layout.total, self.dtype)
+
+    @property
+    def is_placed(self) -> bool:
+        """The parameters are in the buffer already."""
+        pairs = zip(self.parameters, self.views(self.values), strict=True)
+        return all(parameter.data_ptr() == view.data_ptr() for parameter, view in pairs)
 
     def place(self, *, is_source: bool) -> None:
         """Move the parameters into the buffer; the source's values are everybody's once all have seen them."""
-        if is_source:
+        if is_source and not self.is_placed:
             for parameter, view in zip(self.parameters, self.views(self.values), strict=True):
                 view.copy_(parameter.detach())
         self.point_to(self.values)

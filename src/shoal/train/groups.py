@@ -29,21 +29,23 @@ class Groups:
                 group.close()
 
 
-def connect_seats(meeting: Rendezvous, seats: Seats, transport: str, device: str) -> Groups:
+def connect_seats(
+    meeting: Rendezvous, seats: Seats, transport: str, device: str, before: Groups | None = None
+) -> Groups:
     """Meet those who have seats. Only they call this, all together; `meeting` is of all members of the World.
 
-    `device` is where our tensors are: "cpu" or "cuda".
+    `device` is where our tensors are: "cpu" or "cuda". `before` are our groups in the World before, if we were there.
     """
     mesh, seat = seats.mesh, seats.members.index(meeting.rank)
     made: list[Group] = []
 
-    def connect(name: str, ranks: Sequence[int]) -> Group:
+    def connect(name: str, ranks: Sequence[int], replaced: Group | None = None) -> Group:
         among = meeting.among(name, [seats.members[rank] for rank in ranks])
-        made.append(connect_devices(among, transport, device))
+        made.append(connect_devices(among, transport, device, replaced))
         return made[-1]
 
     try:
-        everyone = connect("seats", range(len(seats.members)))
+        everyone = connect("seats", range(len(seats.members)), before.everyone if before is not None else None)
         if mesh.num_parts == 1:
             return Groups(everyone=everyone, copies=everyone)
         copies = connect(f"part-{mesh.part_of(seat)}", mesh.with_part(mesh.part_of(seat)))

@@ -10,8 +10,11 @@ from shoal.train.flat import CHUNK, Chunk, FlatModel
 from shoal.train.undo import BATCH_CHUNKS, Undo
 from shoal.train.whole import WholeOptimizer
 
-Allocate = Callable[[int, torch.dtype], torch.Tensor]
-"""(number of elements, type) -> a flat buffer, private or seen by all workers of a host."""
+Allocate = Callable[[str, int, torch.dtype], torch.Tensor]
+"""(name, number of elements, type) -> a flat buffer, private or seen by all workers of a host.
+
+It may be the one that the replica before this one had under that name, with what is in it.
+"""
 
 Fill = Callable[[int, torch.Tensor], object]
 """(number of a chunk among the owned ones, out): puts its gradient into `out`."""
@@ -40,6 +43,7 @@ class Replica:
         shows_gradient: bool = False,
     ) -> None:
         self.flat = FlatModel(model, optimizer, allocate)
+        is_new = not self.flat.is_placed
         self.flat.place(is_source=is_source)
         self._allocate = allocate
         self._is_source = is_source
@@ -48,12 +52,12 @@ class Replica:
         self.is_shared = owner[1] > 1
         self.counted: list[dict[str, float]] = []
         self.owned: Sequence[Chunk] = self.flat.layout.by_parameter() if is_alone else self.owned_by(owner[0])
-        self.average = allocate(self.flat.layout.total, self.flat.dtype) if ema_decay is not None else None
-        if self.average is not None and is_source:
+        self.average = self._buffer("average") if ema_decay is not None else None
+        if self.average is not None and is_source and is_new:
             self.average.copy_(self.flat.values)
         self.gradients: Sequence[torch.Tensor]
         if shows_gradient:
-            self.gradient = allocate(self.flat.layout.total, self.flat.dtype)
+            self.gradient = self._buffer("gradient")
             self.gradients = [self.gradient[c.start : c.stop] for c in self.owned]
         else:
             self.gradient = self.flat.values.new_zeros(sum(c.stop - c.start for c in self.owned))
@@ -79,13 +83,17 @@ class Replica:
         """Apply `gradient`, or those given, to the owned part."""
         if gradients is not None:
             self.optimizer.use(gradients)
-        self.optimizer.step(self._allocate_state)
+        self.optimizer.step(self._state_buffer)
         self._follow(self.owned)
         if gradients is not None:
             self.optimizer.use([None] * len(gradients))  # their memory is free again
 
-    def _allocate_state(self) -> torch.Tensor:
-        return self._allocate(self.flat.layout.total, self.flat.dtype)
+    def _buffer(self, name: str) -> torch.Tensor:
+        """A buffer like that of the parameters."""
+        return self._allocate(self.flat.layout.name(name), self.flat.layout.total, self.flat.dtype)
+
+    def _state_buffer(self, key: str) -> torch.Tensor:
+        return self._buffer(f"state/{key}")
 
     def update_with(self, undo: Undo, turn: int, factor: float | None = None) -> None:
         """`update`, so that another worker can complete it, should this one die on the way.
@@ -174,10 +182,10 @@ class Replica:
         """Put back what `tensors` and `scalars` gave. All members must do this and meet before they go on."""
         prefix = "optimizer/"
         held = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-        self.optimizer.restore(held, scalars, self._allocate_state)
+        self.optimizer.restore(held, scalars, self._state_buffer)
         if self._is_source:
             for name, view in self.tensors():
-                if name in tensors:
+                if name in tensors and view.data_ptr() != tensors[name].data_ptr():
                     view.copy_(tensors[name])
         self.flat.restore_rest(tensors)
 
@@ -203,7 +211,7 @@ def own_replica(
     return Replica(
         model,
         optimizer,
-        allocate=lambda size, dtype: torch.zeros(size, dtype=dtype, device=device),
+        allocate=lambda name, size, dtype: torch.zeros(size, dtype=dtype, device=device),
         owner=(0, 1),
         is_source=True,
         ema_decay=ema_decay,

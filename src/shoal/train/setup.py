@@ -29,12 +29,12 @@ from shoal.engine.env import WorkerFacts, shoal_home
 from shoal.observe import runs
 from shoal.observe.recorder import Recorder
 from shoal.spec.errors import UserError
-from shoal.spec.strategy import Local, Sharded
+from shoal.spec.strategy import AllReduce, Local, Sharded
 from shoal.train.agree import find_different_data
 from shoal.train.chunked import is_elementwise
 from shoal.train.compute import autocast
 from shoal.train.errors import in_user_code
-from shoal.train.flat import shorten
+from shoal.train.flat import num_flat_bytes, shorten
 from shoal.train.lone import LoneRun
 from shoal.train.loss import Loss, as_sum, move
 from shoal.train.room import Limit, Room, first_piece, gauge_of
@@ -44,7 +44,7 @@ from shoal.train.sync.across import Across
 from shoal.train.sync.local import LocalSync
 from shoal.train.sync.message import MessageSync
 from shoal.train.sync.sharded import make_sharded
-from shoal.train.sync.shared import SharedMemorySync
+from shoal.train.sync.shared import SharedMemorySync, share_slots
 from shoal.train.sync.sync import Sync
 from shoal.train.traits import ChangingBuffers, Traits, probe
 from shoal.train.waiting import Waiting
@@ -302,6 +302,18 @@ def make_sync(
         return SharedMemorySync(group, model, optimizer, **keywords)
     is_mixed = find_mixed(group, next(model.parameters()).device, exact=settings.exact)
     return MessageSync(group, model, optimizer, across=across, is_mixed=is_mixed, **keywords)
+
+
+def take_memory(
+    group: Group, model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, num_shards: int
+) -> None:
+    """Take, in a group of one, what this worker will bring into a group with others: they would wait for it.
+
+    Nothing where they are going to send messages, or divide the model.
+    """
+    is_plain = isinstance(settings.sync, AllReduce) and settings.split is None and settings.transport != "tcp"
+    if is_plain and isinstance(group, ShmGroup) and is_elementwise(optimizer):
+        share_slots(group, num_flat_bytes(model, optimizer), num_shards, exact=settings.exact)
 
 
 def find_mixed(group: Group, device: torch.device, *, exact: bool) -> bool:

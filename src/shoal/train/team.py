@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shoal.checkpoint.state import State
+from shoal.comm.connect import connect_devices
 from shoal.comm.group import Group
 from shoal.comm.rendezvous import Rendezvous
 from shoal.data.ledger import Place
@@ -218,6 +219,14 @@ class Team:
 
     # Elastic runs.
 
+    def prepare(self) -> None:
+        """Have what we can have before we are let in."""
+        if self._groups is None:
+            of = self._subject
+            alone = connect_devices(Rendezvous(0, 1, of.settings.timeout_seconds), device=of.device.type)
+            setup.take_memory(alone, of.model, of.optimizer, of.settings, of.num_shards)
+            self._groups = Groups(everyone=alone, copies=alone)
+
     def join(self, world: World, progress: Progress) -> None:
         """Enter a World, or the next, should a member be lost meanwhile."""
         while not self._try(world, progress)[0]:
@@ -373,7 +382,8 @@ class Team:
     def _enter(
         self, world: World, meeting: Rendezvous, seats: Seats, holders: Sequence[int], progress: Progress
     ) -> None:
-        groups = connect_seats(meeting, seats, self._subject.settings.transport, self._subject.device.type)
+        settings, device = self._subject.settings, self._subject.device.type
+        groups = connect_seats(meeting, seats, settings.transport, device, self._groups)
         try:
             has_newcomers = not set(holders).issuperset(seats.members)
             sync = self._hand_over(world, groups, progress, has_newcomers) if holders else None

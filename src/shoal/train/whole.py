@@ -20,7 +20,7 @@ class WholeOptimizer:
         pairs = zip(gradients, self._flat.parameters, strict=True)
         self._gradients = [None if gradient is None else gradient.view(each.shape) for gradient, each in pairs]
 
-    def step(self, allocate: Callable[[], torch.Tensor]) -> None:
+    def step(self, allocate: Callable[[str], torch.Tensor]) -> None:
         """State stays where the optimizer puts it."""
         for parameter, gradient in zip(self._flat.parameters, self._gradients, strict=True):
             # What another part of the model holds is empty here, and without a gradient no optimizer looks at it.
@@ -51,7 +51,7 @@ class WholeOptimizer:
         self,
         state: Mapping[str, torch.Tensor],
         scalars: Sequence[Mapping[str, float]],
-        allocate: Callable[[], torch.Tensor],
+        allocate: Callable[[str], torch.Tensor],
     ) -> None:
         for name, parameter in zip(self._flat.layout.names, self._flat.parameters, strict=True):
             for key, value in state.items():

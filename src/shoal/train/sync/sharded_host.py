@@ -51,7 +51,7 @@ class HostShardedSync:
         self.replica = Replica(
             model,
             optimizer,
-            allocate=lambda size, dtype: group.common(size * dtype.itemsize).view(dtype),
+            allocate=lambda name, size, dtype: group.common(size * dtype.itemsize, name).view(dtype),
             owner=(group.rank, group.size),
             is_dealt=True,
             is_source=group.rank == source,

@@ -52,7 +52,7 @@ class Shards:
     ) -> None:
         self._group, self._decay = group, ema_decay
         self.is_resident = blocks is None
-        self.flat = FlatModel(model, optimizer, lambda size, dtype: torch.empty(0, dtype=dtype))
+        self.flat = FlatModel(model, optimizer, lambda name, size, dtype: torch.empty(0, dtype=dtype))
         self.num_parts = group.size
         self.parts: tuple[int, ...] = (group.rank,)
         divided = self._divide(blocks)
@@ -109,8 +109,8 @@ class Shards:
     def _make(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=self.flat.dtype, device=self._device)
 
-    def _make_kept(self) -> torch.Tensor:
-        """A buffer for something of all that is kept."""
+    def _make_kept(self, name: str = "") -> torch.Tensor:
+        """A buffer for something of all that is kept, whatever its name."""
         return self._make(len(self.parts) * self._num_own)
 
     def _all_kept(self) -> Iterator[tuple[int, Unit]]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from shoal.comm.meeting import Shared
 from shoal.comm.shm import ShmGroup
 from shoal.train import tree
 from shoal.train.flat import CHUNK, Chunk
@@ -21,6 +22,11 @@ READY, POSTED = range(2)
 
 BUCKET_CHUNKS = 16
 """How many chunks are announced at once: 4 MiB of float32."""
+
+
+def share_slots(group: ShmGroup, num_bytes: int, num_shards: int, *, exact: bool) -> Shared:
+    """Everybody's gradient buffers: so many bytes for each node of the tree that a worker may hold."""
+    return group.share(num_bytes * (tree.most_nodes(num_shards) if exact else 1), "slots")
 
 
 class SharedMemorySync:
@@ -51,7 +57,7 @@ class SharedMemorySync:
         self.replica = Replica(
             model,
             optimizer,
-            allocate=lambda size, dtype: group.common(size * dtype.itemsize).view(dtype),
+            allocate=lambda name, size, dtype: group.common(size * dtype.itemsize, name).view(dtype),
             owner=(group.rank, group.size),
             is_source=group.rank == source,
             ema_decay=ema_decay,
@@ -75,8 +81,7 @@ class SharedMemorySync:
     def _make_slots(self, num_shards: int) -> None:
         """Make everybody's gradient buffers, and views of the chunks that this rank sums."""
         dtype = self.replica.flat.dtype
-        num_slots = tree.most_nodes(num_shards) if self._exact else 1
-        shared = self._group.share(self._total * dtype.itemsize * num_slots)
+        shared = share_slots(self._group, self._total * dtype.itemsize, num_shards, exact=self._exact)
         self._slots = slots = [buffer.view(dtype).split(self._total) for buffer in shared.all]
         self._sources = {
             (rank, slot): [values[c.start : c.stop] for c in self.replica.owned]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -64,7 +65,7 @@ class SharedStep:
         self._group, self._replica, self._sums, self._reach = group, replica, sums, reach
         self._posted, self._summed, self._updated = range(channel, channel + 3)
         self._max_norm, self._is_elastic = max_norm, is_elastic
-        self._table = StepTable(num_shards, group.size, self._make_table)
+        self._table = StepTable(num_shards, group.size, partial(_make_table, group))
         self._unposted: tuple[Sequence[Row], range, Standing] | None = None
         self.squares = group.common(4 * len(replica.flat.layout.chunks)).view(torch.float32)
         self.watch = Stopwatch(group)
@@ -96,7 +97,7 @@ class SharedStep:
                 self._initial.copy_(flat.values)
             return
         self._initial = None
-        kept = self._group.share(self._replica.num_kept * flat.dtype.itemsize)
+        kept = self._group.share(self._replica.num_kept * flat.dtype.itemsize, "undo")
         words = self._group.common(16 * self._group.size).view(torch.int64).view(-1, 2).numpy()
         self._undos = [Undo(memory, words[rank], self._reach) for rank, memory in enumerate(kept.all)]
 
@@ -113,11 +114,6 @@ class SharedStep:
             self._table.write(rows, mine, self._group.rank, standing)
             self._unposted = None
             self._group.signal(self._posted, self.turn)
-
-    def _make_table(self, size: int) -> torch.Tensor:
-        """Whoever has nothing to compute in this step does not know how large it is, but others do."""
-        self._group.post(np.array([size]))
-        return self._group.common(8 * int(self._group.peers().max())).view(torch.float64)
 
     def finish(self) -> Outcome:
         """Sum, agree and update. Where a value is not finite all ranks raise NotFinite, and nothing was changed."""
@@ -235,3 +231,9 @@ class SharedStep:
                 out.mul_(factor)
 
         self._replica.complete(self._undos[rank], self.turn, rank, fill)
+
+
+def _make_table(group: ShmGroup, size: int) -> torch.Tensor:
+    """Whoever has nothing to compute in this step does not know how large it is, but others do."""
+    group.post(np.array([size]))
+    return group.common(8 * int(group.peers().max())).view(torch.float64)
