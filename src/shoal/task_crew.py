@@ -15,6 +15,7 @@ from shoal.engine.env import RunFacts, inherited_env, task_env
 from shoal.engine.local import Listener, LocalEngine
 from shoal.engine.machine import OutOfMemoryKills, available_cores, out_of_memory_kills
 from shoal.engine.requests import RequestSocket
+from shoal.engine.signals import holding_back_ctrl_c
 from shoal.engine.stacks import take_stacks
 from shoal.engine.story import as_error
 from shoal.observe.console import Console
@@ -143,7 +144,8 @@ class TaskCrew:
         if not starts:
             return
         specs = [self._spec(each.worker, each.incarnation) for each in starts]
-        self._engine.start(specs)
+        with holding_back_ctrl_c():
+            self._engine.start(specs)
         for each in starts:
             self._post.started(each.worker)
             handout.started(each.worker, each.incarnation, time.monotonic())

@@ -18,7 +18,7 @@ from shoal.engine.local import Listener, LocalEngine
 from shoal.engine.machine import OutOfMemoryKills, out_of_memory_kills
 from shoal.engine.nursery import wants_spare
 from shoal.engine.requests import RequestSocket
-from shoal.engine.signals import StopSignals
+from shoal.engine.signals import StopSignals, holding_back_ctrl_c
 from shoal.engine.story import tell_error
 from shoal.observe.folder import RunFolder
 from shoal.spec.errors import ShoalError
@@ -91,9 +91,10 @@ class Watch:
         started, memory_kills = time.monotonic(), out_of_memory_kills()
         with RequestSocket(self._folder.path) as requests:
             engine = self._make_engine(crew, requests)
-            engine.start([self._spec(crew, rank) for rank in range(crew.num_workers)])
             try:
-                self._open(crew, engine)
+                with holding_back_ctrl_c() if self._stops is None else contextlib.nullcontext():
+                    engine.start([self._spec(crew, rank) for rank in range(crew.num_workers)])
+                    self._open(crew, engine)
                 self._follow(engine, requests)
             finally:
                 stopped_at = time.time() if engine.pids else None

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.checkpoint import saving
 from shoal.checkpoint.foreign import write_weights
 from shoal.checkpoint.state import State
 from shoal.checkpoint.store import FolderStore
@@ -24,27 +25,23 @@ needs_disk = needs("root", "mount", "mounting")
 
 
 class Told:
-    """What a store told, and when."""
+    """What a store told."""
 
     def __init__(self) -> None:
-        self.events: list[tuple[str, Mapping[str, Any], float]] = []
+        self.events: list[tuple[str, Mapping[str, Any]]] = []
 
     def __call__(self, kind: str, data: Mapping[str, Any]) -> None:
-        self.events.append((kind, data, time.monotonic()))
+        self.events.append((kind, data))
 
-    def wait_for(self, kind: str, step: int, seconds: float) -> float:
-        """When it was told."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            for found, data, when in self.events:
-                if found == kind and data["step"] == step:
-                    return when
+    def wait_for(self, kind: str, step: int) -> None:
+        deadline = time.monotonic() + 30
+        while not any(found == kind and data["step"] == step for found, data in self.events):
+            assert time.monotonic() < deadline, f"no {kind} of step {step} in {self.events}"
             time.sleep(0.01)
-        raise AssertionError(f"no {kind} of step {step} in {self.events}")
 
     @property
     def kinds(self) -> list[str]:
-        return [kind for kind, _, _ in self.events]
+        return [kind for kind, _ in self.events]
 
 
 def recover_by_itself(disk: SmallDisk, code: str, spoil: Any, heal: Any) -> None:
@@ -54,16 +51,15 @@ def recover_by_itself(disk: SmallDisk, code: str, spoil: Any, heal: Any) -> None
         store.save(make_state(1), wait=True)
         spoil(disk)
         for step in (2, 3):
-            started = time.monotonic()
-            saving = store.save(make_state(step))
-            assert told.wait_for("checkpoint_failed", step, 2.0) - started < 2.0
+            last = store.save(make_state(step))
+            told.wait_for("checkpoint_failed", step)
             assert code in told.events[-1][1]["why"]
             assert told.events[-1][1]["hint"]
             assert_same(store.load().state, make_state(1))
         heal(disk)
-        told.wait_for("checkpoint_saved", 3, 8.0)
-        assert saving.is_durable
-        assert saving.error is None
+        told.wait_for("checkpoint_saved", 3)
+        assert last.is_durable
+        assert last.error is None
         assert_same(store.load().state, make_state(3))
         # Told once each, however often it was tried.
         assert told.kinds == ["checkpoint_saved", "checkpoint_failed", "checkpoint_failed", "checkpoint_saved"]
@@ -82,17 +78,17 @@ def test_a_read_only_disk():
 
 
 @needs_disk
-def test_closing_tries_once_more_and_gives_up():
+def test_closing_tries_once_more_and_gives_up(monkeypatch: pytest.MonkeyPatch):
+    """Nor does it wait until the next try is due."""
+    monkeypatch.setattr(saving, "PAUSES", (1000.0,))
     told = Told()
     with small_disk(4) as disk:
         store = FolderStore(disk.path, on_event=told)
         disk.fill()
-        saving = store.save(make_state(1), wait=True)
-        started = time.monotonic()
+        first = store.save(make_state(1), wait=True)
         store.close()
-        assert time.monotonic() - started < 0.9
-        assert not saving.is_durable
-        assert "ENOSPC" in saving.error.why
+        assert not first.is_durable
+        assert "ENOSPC" in first.error.why
         store.save(make_state(2), wait=True)
         disk.free()
         store.close()
@@ -113,11 +109,9 @@ store.save(make_state(1), wait=True)
 def test_a_process_that_ends_does_not_wait_for_a_disk_that_stays_full():
     with small_disk(4) as disk:
         disk.fill()
-        started = time.monotonic()
         command = [sys.executable, "-c", ENDING, str(disk.path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         assert done.stdout.split() == ["checkpoint_failed"]
-        assert time.monotonic() - started < 20
 
 
 @needs_disk
@@ -128,8 +122,8 @@ def test_a_disk_too_small_for_one_save_takes_a_smaller_one():
         store.save(make_state(1), wait=True)
         for numbers in (1_500_000, 950_000):
             parts = {"model/a": torch.zeros(numbers - 300_000), "optimizer/a": torch.zeros(300_000)}
-            saving = store.save(State(step=2, tensors=parts), wait=True)
-            assert "ENOSPC" in saving.error.why
+            refused = store.save(State(step=2, tensors=parts), wait=True)
+            assert "ENOSPC" in refused.error.why
             assert_same(store.load().state, make_state(1))
             assert sorted(path.name for path in store.folder.iterdir()) == [".lock", "step-000000001"]
             disk.fill(1)

@@ -19,12 +19,13 @@ from shoal.train.sync.local_agreement import Agreement
 from shoal.train.team import Team
 
 ME = f"{os.environ.get('RANK', '0')}.{os.environ.get('SHOAL_INCARNATION', '0')}"
+RUN_DIR, WANTED = Path(os.environ["SHOAL_RUN_DIR"]), int(os.environ["WANTED"])
 trainer: shoal.Trainer | None = None
 
 
 def note(**told: Any) -> None:
     world = trainer._team.world.generation if trainer is not None and trainer._team.world is not None else 0
-    with Path(os.environ["SHOAL_RUN_DIR"], f"learned-{ME}.jsonl").open("a") as file:
+    with (RUN_DIR / f"learned-{ME}.jsonl").open("a") as file:
         file.write(json.dumps({"world": world, **told}) + "\n")
 
 
@@ -47,13 +48,27 @@ def watch() -> None:
     Course.settle_in, Agreement.learn, Team._let_go = settle_and_note, learn_and_note, let_go_and_note
 
 
+def are_all_up() -> bool:
+    """Whether as many processes as are to be there have come as far as this script."""
+    return sum(Path("/proc", path.name.removeprefix("up-")).exists() for path in RUN_DIR.glob("up-*")) >= WANTED
+
+
+def pause() -> None:
+    """Until the lost are replaced, however long they take to start; not so long at a time that we seem to hang."""
+    deadline = time.monotonic() + 4.0
+    while trainer.world_size < WANTED and not are_all_up() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.2 if trainer.world_size < WANTED else 0.005)
+
+
 def loss(model: nn.Module, batch: Any) -> torch.Tensor:
     if trainer is not None:
-        time.sleep(0.2 if trainer.world_size < int(os.environ["WANTED"]) else 0.005)  # until the lost are replaced
+        pause()
     inputs, targets = batch
     return (model(inputs) - targets).square().mean()
 
 
+(RUN_DIR / f"up-{os.getpid()}").touch()
 watch()
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))

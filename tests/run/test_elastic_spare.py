@@ -4,13 +4,12 @@ import contextlib
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from launching import Box, box
+from launching import IN_TIME, Box, box
 from test_elastic_launcher import Run
 
 __all__ = ["box"]
@@ -58,7 +57,7 @@ class SpareRun(Run):
             pids = [int(path.name.split("-")[2]) for path in self.box.folder.glob("torch-spare-*")]
             return next((pid for pid in pids if pid not in used and psutil.pid_exists(pid)), 0)
 
-        return int(self.box.wait_for(ready, 10))
+        return int(self.box.wait_for(ready))
 
     def seen(self, member: str) -> dict[str, Any]:
         return dict(json.loads((self.box.folder / f"seen-{member}").read_text()))
@@ -102,7 +101,8 @@ def test_one_that_still_imports_is_used_as_well(box: Box) -> None:
     run = SpareRun(box)
     try:
         run.wait_for_members("0.0", "1.0")
-        time.sleep(1.3)
+        children = psutil.Process(run.launcher.pid).children
+        box.wait_for(lambda: any("spare.py" in " ".join(child.cmdline()) for child in children()))
         os.kill(run.pid(1), signal.SIGKILL)
         box.wait_for(lambda: len(run.events("worker_started")) == 3)
         (box.folder / "hold").unlink()
@@ -140,7 +140,7 @@ def test_an_error_is_told_as_ever(run: SpareRun) -> None:
     os.kill(run.pid(1), signal.SIGKILL)
     run.wait_for_members("0.0", "1.1")
     (run.box.folder / "raise-1").touch()
-    _, told = run.launcher.communicate(timeout=10)
+    _, told = run.launcher.communicate(timeout=IN_TIME)
     assert "error: ValueError: a mistake of the user\n   at: rank 1, toy.py:" in told
     trace = (run.folder / "logs" / "1.log").read_text()
     assert "spare.py" not in trace
@@ -155,15 +155,15 @@ def test_the_spare_holds_nothing_of_the_run(run: SpareRun) -> None:
             return sorted(os.readlink(path).partition(":")[0] for path in folder.iterdir())
         return []
 
-    run.box.wait_for(lambda: kinds() == ["/dev/null", "/dev/null", "/dev/null", "socket"], 10)
+    run.box.wait_for(lambda: kinds() == ["/dev/null", "/dev/null", "/dev/null", "socket"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_it_ends_with_the_launcher(run: SpareRun, number: signal.Signals) -> None:
     run.wait_for_spare()
     run.launcher.send_signal(number)
-    run.launcher.communicate(timeout=10)
-    run.box.wait_for_peace(2.5)
+    run.launcher.communicate(timeout=IN_TIME)
+    run.box.wait_for_peace()
 
 
 def test_a_spare_that_was_killed_is_not_missed(run: SpareRun) -> None:

@@ -1,6 +1,5 @@
 """A worker that stands still, at any point of a step, is found in two seconds and replaced. Nothing is lost."""
 
-import json
 import re
 import subprocess
 import sys
@@ -10,6 +9,8 @@ from pathlib import Path
 import pytest
 from launching import Box, box
 
+from shoal.observe import journal
+from shoal.spec.event import Event
 from shoal.testing import rigs
 from shoal.testing.faults import Faults
 
@@ -54,21 +55,20 @@ def test_frozen_by_the_kernel(clean: str, box: Box) -> None:
     """As containers are paused: no signal is seen, and none gets through."""
     (box.folder / JOB.name).write_text(JOB.read_text())
     launcher = box.start("run", "-n", "1:2", "--name", "r", JOB.name, str(STEPS), "0.05")
-    journal = box.home / "runs" / "r" / "journal.jsonl"
+    folder = box.home / "runs" / "r"
 
-    def events(kind: str) -> list[dict[str, object]]:
-        lines = journal.read_text().splitlines() if journal.exists() else []
-        return [event for event in map(json.loads, lines) if event["kind"] == kind]
+    def events(kind: str) -> list[Event]:
+        return [event for event in journal.read(str(folder / "journal.jsonl")) if event.kind == kind]
 
-    metrics = box.home / "runs" / "r" / "metrics-0.jsonl"
+    metrics = folder / "metrics-0.jsonl"
     box.wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 20, 40)
-    pid = next(event["data"]["pid"] for event in events("worker_started") if event["rank"] == 1)
+    pid = next(event.data["pid"] for event in events("worker_started") if event.rank == 1)
     with rigs.freezer() as group:
-        group.add(int(pid))
+        group.add(pid)
         group.freeze()
         began = time.time()
-        (event,) = box.wait_for(lambda: events("worker_frozen"), 10)
-        assert float(event["time"]) - began < 3.0
+        (event,) = box.wait_for(lambda: events("worker_frozen"))
+        assert event.time - began < 3.0, "two seconds, and one for a busy machine"
         group.thaw()
         shown, told = launcher.communicate(timeout=40)
     assert launcher.returncode == 0, told

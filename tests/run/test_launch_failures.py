@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 
-from launching import Box, box
+from launching import IN_TIME, Box, box
 
 __all__ = ["box"]
 
@@ -51,17 +51,20 @@ def test_a_lost_peer_does_not_hide_the_cause(box: Box) -> None:
                 raise ValueError("the true cause")
             finally:
                 wire.close()
-                time.sleep(0.3)
+                while not os.path.exists("seen"):
+                    time.sleep(0.01)
+                time.sleep(0.2)
         while not os.path.exists("wire"):
             time.sleep(0.01)
         if not open("wire").read():
+            open("seen", "w").close()
             raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:4711")
     """
     box.write("train.py", source)
     done = box.run("run", "-n", "2", "train.py")
     lines = done.stderr.splitlines()
     assert lines[:2] == ["error: ValueError: the true cause", "   at: rank 1, train.py:7"]
-    assert lines[2].startswith(" also: rank 0 (train.py:14), 0.")
+    assert lines[2].startswith(" also: rank 0 (train.py:17), 0.")
     assert "earlier: RuntimeError: [pair.cc:553] Connection closed" in lines[2]
 
 
@@ -131,7 +134,7 @@ def test_two_runs_in_one_folder(box: Box) -> None:
     assert second.returncode == 2
     assert "in use by another run" in second.stderr
     (box.folder / "go").touch()
-    first.communicate(timeout=10)
+    first.communicate(timeout=IN_TIME)
     assert first.returncode == 0
     third = box.run("run", "--log-dir", "out", "wait.py")
     assert third.returncode == 2
@@ -176,7 +179,7 @@ def test_the_lock_is_free_after_a_kill(box: Box) -> None:
     box.wait_for_files("up")
     launcher.kill()
     launcher.communicate()
-    box.wait_for_peace(3.0)
+    box.wait_for_peace()
     with (box.home / "runs/one/lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert "lost" in box.run("ps").stdout

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Box, box
+from launching import IN_TIME, Box, box
 
 import shoal
 
@@ -177,7 +177,7 @@ def test_interrupting_the_call_ends_all_workers(box: Box) -> None:
     process = subprocess.Popen([sys.executable, "wait.py"], cwd=box.folder, env=box.env, stdout=subprocess.PIPE)
     box.wait_for_files("up0", "up1")
     process.send_signal(signal.SIGINT)
-    shown, _ = process.communicate(timeout=10)
+    shown, _ = process.communicate(timeout=IN_TIME)
     assert shown == b"interrupted\n"
     assert box.facts()["status"] == "stopped"
     assert box.pids() == []
@@ -198,4 +198,4 @@ def test_killing_the_caller_ends_all_workers(box: Box) -> None:
     box.wait_for_files("up0", "up1")
     process.kill()
     process.wait()
-    box.wait_for_peace(2.0)
+    box.wait_for_peace()

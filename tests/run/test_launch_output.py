@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from launching import SHOAL, Box, box
+from launching import IN_TIME, SHOAL, Box, box
 
 __all__ = ["box"]
 
@@ -90,7 +90,7 @@ def test_lines_appear_as_they_are_printed(box: Box) -> None:
     assert launcher.stdout is not None
     assert "first" in launcher.stdout.readline()
     launcher.terminate()
-    launcher.communicate(timeout=10)
+    launcher.communicate(timeout=IN_TIME)
 
 
 def test_a_flood_does_not_keep_the_launcher_from_ending(box: Box) -> None:

@@ -156,7 +156,7 @@ def test_closing_early_does_not_wait_for_a_sample() -> None:
     loader = load(Failing(lambda sample: time.sleep(60)), num_processes=2)
     began = time.perf_counter()
     loader.close()
-    assert time.perf_counter() - began < 1
+    assert time.perf_counter() - began < 20
     assert list(loader) == []
 
 
@@ -197,7 +197,7 @@ time.sleep(60)
             children = [psutil.Process(int(parent.stdout.readline())) for _ in range(2)]
         finally:
             parent.kill()
-    _, alive = psutil.wait_procs(children, timeout=2)
+    _, alive = psutil.wait_procs(children, timeout=20)
     assert alive == []
 
 

@@ -51,20 +51,21 @@ def test_checkpoints_go_from_one_way_to_agree_to_another(tmp_path):
 
 
 def test_a_slow_worker_takes_fewer_steps_and_nobody_waits(tmp_path):
-    """Speeds 1:3. Equal shares would take 60 x 60 ms; shares by speed 120 batches at 67 a second, half of that."""
-    (fast, spent, _), (slow, _, _) = launch(local_jobs.uneven, 2, tmp_path / "run", "local:6", 60, (0.02, 0.06))
+    """Speeds 1:3. With equal shares the fast one would wait for two thirds of the time."""
+    (fast, spent, _), (slow, _, _) = launch(local_jobs.uneven, 2, tmp_path / "run", "local:6", 48, (0.04, 0.12))
     assert sorted(fast + slow) == sorted(set(fast + slow))
-    assert len(fast + slow) == 60 * 8
+    assert len(fast + slow) == 48 * 8
     assert len(fast) / len(slow) > 1.6
-    assert spent < 3.4
+    for steps in metrics.read(str(tmp_path / "run")).values():
+        assert sum(step.wait for step in steps) < 0.5 * spent
     shares = events(tmp_path / "run", "rebalanced")
-    assert shares[-1]["data"]["shares"][0] == pytest.approx(0.75, abs=0.1)
+    assert 0.6 < shares[-1]["data"]["shares"][0] < 0.85
 
 
 def test_rounds_of_seconds_get_the_steps_that_take_so_long(tmp_path):
     (first, spent, _), (second, _, _) = launch(local_jobs.uneven, 2, tmp_path / "run", "local:0.2s", 60, (0.01, 0.01))
     assert len(set(first + second)) == 60 * 8
-    assert spent < 3
+    assert spent < 15, "0.7 s where nothing else goes on"
 
 
 @pytest.mark.slow

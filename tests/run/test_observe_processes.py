@@ -80,7 +80,7 @@ def test_a_killed_process_loses_at_most_its_last_half_second(tmp_path):
     code = """
 recorder = Recorder(sys.argv[1], 1, 2)
 for n in range(1, 9): recorder.step(make_step(n))
-time.sleep(0.8)
+time.sleep(2.0)
 os.kill(os.getpid(), 9)
 """
     with python(code, tmp_path) as process:

@@ -55,7 +55,7 @@ def test_a_sum_takes_as_long_as_the_link_needs(start):
     assert {word["value"] for word in sums} == {4.0}
     # Each of two ranks sends as many bits as the tensor has, half of them twice.
     needed = MEBIBIT / 20
-    assert all(0.8 * needed < word["seconds"] < 3 * needed for word in sums), sums
+    assert all(0.8 * needed < word["seconds"] < 10 * needed for word in sums), sums
 
 
 @pytest.mark.parametrize("how", [pytest.param("partition", marks=pytest.mark.slow), "unplug"])
@@ -69,4 +69,4 @@ def test_a_host_that_is_cut_off_is_named_in_time(start, how):
         for member in members[:2]:
             word = member.hear("MemberLost")
             assert word["ranks"] == [2], word
-            assert word["at"] - cut_at < TIMEOUT + 2.5, word
+            assert word["at"] - cut_at < TIMEOUT + 15.0, word

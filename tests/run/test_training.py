@@ -265,7 +265,7 @@ def slow_rank_one(steps):
     import time
 
     def slow_loss(model, batch):
-        time.sleep(0.0005 * len(batch[0]) * (3 if os.environ["RANK"] == "1" else 1))
+        time.sleep(0.001 * len(batch[0]) * (3 if os.environ["RANK"] == "1" else 1))
         return loss(model, batch)
 
     model = nn.Linear(4, 3)
@@ -279,9 +279,9 @@ def slow_rank_one(steps):
 
 
 def test_a_slow_worker_gets_less(tmp_path):
-    first, second = shoal.launch(slow_rank_one, 2, (60,), run_dir=str(tmp_path / "run"), is_quiet=True)
+    first, second = shoal.launch(slow_rank_one, 2, (40,), run_dir=str(tmp_path / "run"), is_quiet=True)
     assert first == second
-    assert first[1] == pytest.approx(0.25, abs=0.1)
+    assert first[1] == pytest.approx(0.25, abs=0.15)
 
 
 def test_metrics_and_settings_are_written(tmp_path):

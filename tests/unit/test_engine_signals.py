@@ -5,7 +5,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.engine.signals import StopSignals
+from shoal.engine.signals import STOP_SIGNALS, StopSignals, holding_back_ctrl_c
+
+
+@pytest.fixture(autouse=True)
+def nothing_ignored() -> Iterator[None]:
+    """Tests that run in the background, or under `nohup`, inherit some of them as ignored."""
+    ignored = [number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture
@@ -24,6 +35,7 @@ def test_a_request_is_seen_and_wakes(stops: StopSignals) -> None:
 def test_a_second_one_counts_unless_it_comes_at_once(stops: StopSignals, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     stops.on_second = lambda: seen.append(1)
+    monkeypatch.setattr("shoal.engine.signals.SAME_SECONDS", 1000.0)
     signal.raise_signal(signal.SIGHUP)
     signal.raise_signal(signal.SIGHUP)
     assert seen == []
@@ -79,3 +91,51 @@ def test_outside_the_main_thread_nothing_is_caught() -> None:
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+def raise_interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def interrupting() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, raise_interrupt)
+    yield
+    assert signal.getsignal(signal.SIGINT) is raise_interrupt, "as it was"
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupting")
+def test_ctrl_c_that_is_held_back_comes_in_the_end() -> None:
+    seen = []
+
+    def work() -> None:
+        for number in range(2):
+            signal.raise_signal(signal.SIGINT)
+            seen.append(number)
+
+    with pytest.raises(KeyboardInterrupt), holding_back_ctrl_c():
+        work()
+    assert seen == [0, 1]
+    with holding_back_ctrl_c():
+        pass
+
+
+@pytest.mark.usefixtures("interrupting")
+def test_ctrl_c_that_is_held_back_comes_after_an_error_too() -> None:
+    def fail() -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise ValueError
+
+    with pytest.raises(KeyboardInterrupt) as caught, holding_back_ctrl_c():
+        fail()
+    assert isinstance(caught.value.__context__, ValueError)
+
+
+def test_ctrl_c_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with holding_back_ctrl_c():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,6 +1,8 @@
 """The journal and the files beneath it: whole lines, whatever the disk and the data do."""
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -23,6 +25,25 @@ def write(path, *events):
     with Journal(path) as log:
         for one in events:
             assert log.write(one)
+
+
+def test_ctrl_c_while_it_is_imported_is_an_error_like_any_other():
+    """It comes with the one import that msgspec does not look after."""
+    code = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'datetime':\n"
+        "            sys.meta_path.remove(self)\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "try:\n"
+        "    import shoal.observe.journal\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.returncode) == ("interrupted\n", 0), done.stderr
 
 
 def test_what_is_written_is_read_in_order(path):

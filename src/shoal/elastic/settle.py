@@ -113,7 +113,7 @@ def _publish_fresh(state: Membership, places: Places, now: float) -> Step:
     """
     stale = [p for p in state.processes.values() if p.is_told or p.phase in (Phase.MEMBER, Phase.LEAVING)]
     if state.world is not None and stale:
-        return _condemn_all(state, stale, "all others were lost")
+        return _condemn_all(state, stale, "nobody is left who has the state of the run: all begin anew")
     wanted = range(state.num_wanted)
     present = [state.processes[worker] for worker in wanted if worker in state.processes]
     if not present or (len(present) < len(wanted) and not state.is_ending):

@@ -4,7 +4,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
 
@@ -96,6 +97,27 @@ class StopSignals:
         # Stopping ourselves with the uncatchable one returns when someone says `fg`.
         os.kill(os.getpid(), signal.SIGSTOP)
         self.on_resume()
+
+
+@contextmanager
+def holding_back_ctrl_c() -> Iterator[None]:
+    """Ctrl-C raises in the end of this instead of anywhere in it.
+
+    A worker would be left to itself that is half started, and Python loses an error that is raised in the middle of
+    an import. Outside the main thread, and where Ctrl-C calls nothing of Python, nothing changes.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    frames: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda _, frame: frames.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if frames:
+            before(signal.SIGINT, frames[0])
 
 
 def _nothing() -> None:

@@ -1,5 +1,7 @@
 """The journal of a run: one event a line, appended by every process that takes part."""
 
+# msgspec 0.22 imports it too, and crashes later if Ctrl-C came meanwhile; not needed once it looks for errors there.
+import datetime  # noqa: F401
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

@@ -95,22 +95,22 @@ class EngineContract:
         engine.start([shell(tmp_path, 0, "sleep 30")])
         started = time.monotonic()
         assert list(engine.poll()) == []
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < 10.0
 
     def test_stop_ends_everyone_and_poll_says_how(self, engine: Engine, tmp_path: Path) -> None:
         engine.start([shell(tmp_path, rank, f"echo up > up{rank}; exec sleep 30") for rank in range(2)])
         for rank in range(2):
             wait_for_file(tmp_path / f"up{rank}")
         started = time.monotonic()
-        engine.stop(5.0)
-        assert time.monotonic() - started < 2.0
+        engine.stop(60.0)
+        assert time.monotonic() - started < 10.0
         assert codes(wait_for_exits(engine, 2)) == [-signal.SIGTERM, -signal.SIGTERM]
 
     def test_a_worker_may_use_its_grace(self, engine: Engine, tmp_path: Path) -> None:
         program = "trap 'echo saved; exit 7' TERM; echo up > up; while :; do sleep 0.02; done"
         engine.start([shell(tmp_path, 0, program)])
         wait_for_file(tmp_path / "up")
-        engine.stop(5.0)
+        engine.stop(30.0)
         assert codes(wait_for_exits(engine, 1)) == [7]
         assert "saved" in (tmp_path / "0.log").read_text()
 
@@ -120,7 +120,7 @@ class EngineContract:
         wait_for_file(tmp_path / "up")
         started = time.monotonic()
         engine.stop(0.3)
-        assert time.monotonic() - started < 2.0
+        assert time.monotonic() - started < 10.0
         assert codes(wait_for_exits(engine, 1)) == [-signal.SIGKILL]
 
     def test_what_a_worker_started_ends_too(self, engine: Engine, tmp_path: Path) -> None:
@@ -185,14 +185,15 @@ class EngineContract:
         assert engine.kill(1)
         assert [(end.rank, end.code) for end in wait_for_exits(engine, 1)] == [(1, -signal.SIGKILL)]
         assert not engine.kill(1)
-        deadline = time.monotonic() + 1.0
+        deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline:
             engine.poll(0.05)
-        before = [(tmp_path / f"beats{rank}").stat().st_size for rank in range(2)]
-        time.sleep(0.15)
-        after = [(tmp_path / f"beats{rank}").stat().st_size for rank in range(2)]
-        assert after[0] > before[0]
-        assert after[1] == before[1], "what the worker started lives on"
+        lives, ended = [(tmp_path / f"beats{rank}").stat().st_size for rank in range(2)]
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while (tmp_path / "beats0").stat().st_size < lives + 20:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert (tmp_path / "beats1").stat().st_size == ended, "what the worker started lives on"
 
     def test_a_stopped_worker_can_be_killed(self, engine: Engine, tmp_path: Path) -> None:
         engine.start([shell(tmp_path, 0, "echo $$ > pid; sleep 30")])
@@ -224,5 +225,5 @@ class EngineContract:
         assert told < 10_000, "what is not read is kept without a bound"
         assert engine.tell(1, b"hello")
         wait_for_exits(engine, 1)
-        assert time.monotonic() - started < 5.0
+        assert time.monotonic() - started < 20.0
         assert (tmp_path / "1.log").read_text() == "hello\n"
