@@ -60,7 +60,7 @@ class Copy:
     def __init__(self, model, optimizer, lr):
         self.model = copy.deepcopy(model)
         flat = FlatModel(
-            self.model, torch.optim.SGD(self.model.parameters()), lambda n, dtype: torch.zeros(n, dtype=dtype)
+            self.model, torch.optim.SGD(self.model.parameters()), lambda name, n, dtype: torch.zeros(n, dtype=dtype)
         )
         flat.place(is_source=True)
         self.flat, self.values = flat, flat.values
