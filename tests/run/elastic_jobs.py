@@ -305,6 +305,23 @@ def two(name: str) -> None:
                 say(name, trainer, digests=digests)
 
 
+def plain(name: str) -> None:
+    """An optimizer that keeps nothing, a moving average, and a script that spoils the model when it has to go."""
+    model = make_net(is_plain=True)
+    with make_trainer(model, torch.optim.SGD(model.parameters(), 0.05), data(), ema=0.9) as trainer:
+        try:
+            trainer.fit(epochs=4)
+        except SystemExit:
+            deadline = time.monotonic() + 1.0  # the others take steps meanwhile
+            while time.monotonic() < deadline:
+                for parameter in model.parameters():
+                    parameter.data.zero_()
+            raise
+        with trainer.averaged():
+            average = trainer.digest()
+        say(name, trainer, average=average)
+
+
 def memory(name: str) -> None:
     """Where parameters are, and how much shared memory is mapped, from a worker's second step to its last.
 
@@ -331,6 +348,7 @@ JOBS: dict[str, Callable[[str], None]] = {
     "left": left,
     "stream": stream,
     "two": two,
+    "plain": plain,
     "memory": memory,
     "short": functools.partial(long, epochs=8),
     "long": long,

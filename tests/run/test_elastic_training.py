@@ -139,6 +139,25 @@ def test_too_few_wait_for_a_replacement_also_with_a_second_trainer(clean):
     assert all(len(world.data["members"]) == 2 for world in run.of("world"))
 
 
+def test_the_average_where_an_optimizer_keeps_nothing(clean):
+    """The second dies while the step that the first has interrupted is taken again: the first step of a World."""
+    faults = Faults().kill(rank=1, step=5, at="backward").kill(rank=2, step=5, at="updating")
+    check_ended_well(run_job(faults, "plain", "1:3"), clean["plain"], num_strikes=2)
+
+
+def test_one_that_is_let_go_spoils_only_what_is_its_own(clean, box):
+    process = box.start(
+        "run", "-n", "1:3", "--name", "fewer", JOBS, "plain", env={**box.env, "ELASTIC_PAUSE": "0.15"}
+    )
+    box.wait_for(lambda: box.num_members("fewer") == 3)
+    assert box.run("resize", "fewer", "-n", "2").returncode == 0
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert box.num_members("fewer") == 2
+    endings = [ending for rank in range(2) for ending in endings_in(box.log(rank))]
+    assert endings == [clean["plain"]] * 2
+
+
 @pytest.mark.slow
 def test_other_numbers_of_workers_while_it_runs(clean, box):
     process = box.start("run", "-n", "1:3", "--name", "many", JOBS, "short", env={**box.env, "ELASTIC_PAUSE": "0.15"})

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from meeting_threads import run_ranks
+from meeting_threads import make_ranks, run_ranks
 from torch import nn
 
 from shoal.comm.group import lost
@@ -190,6 +190,35 @@ def test_who_completes_for_another_dies_too(kind, material, peace):
     """Rank 0 dies in the second batch that it does in place of rank 1: after the three of its own."""
     found = run(material, kind, 1.0, {1: (2, "updating", 1), 0: (2, "updating", 5)})
     check(found, peace[1.0], 0, 1)
+
+
+def test_gradients_of_another_layout_are_not_seen_any_more():
+    """A frozen bias, and weights are where it was: what lies behind them has gradients of the World before."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(64, 60), torch.randn(8, 64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+
+    def step(group):
+        sync = SYNCS["shared"](group, model, optimizer, num_shards=1, is_elastic=True)
+        sync.begin(1, [range(1)])
+        loss = model(x).square().sum()
+        sync.post([Row(shard=0, weight=1.0, loss=float(loss.detach()), num_samples=8)], range(1), Standing(step=0))
+        sync.gradients.open((0, 1), is_last=True)
+        loss.backward()
+        sync.gradients.close()
+        norm = sync.finish().norm
+        sync.detach()
+        return norm
+
+    (first,) = make_ranks(1)
+    step(first)
+    model.bias.requires_grad_(False)
+    (second,) = make_ranks(1, [first])
+    norm = step(second)
+    (expected,) = torch.autograd.grad(model(x).square().sum(), model.weight)
+    assert norm == pytest.approx(float(expected.norm()))
+    for group in (first, second):
+        group.close()
 
 
 def check(found, peace, *dead):

@@ -70,6 +70,7 @@ class Calls:
         reply = link.await_membership(self._trainer, self._number)
         if isinstance(reply, dict):
             if not self._catch_up(name, reply["result"]):
+                self._team.leave()  # nothing of what is prepared will be needed
                 link.idle(f"the others have done with {name}(), and this worker cannot catch up")
             return Call(result=reply["result"], is_over=True)
         self._team.join(reply, self._progress)

@@ -3,6 +3,7 @@
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -86,10 +87,10 @@ def _layout_of(groups: Sequence[Sequence[tuple[str, nn.Parameter]]]) -> FlatLayo
     return plan_layout([[(name, p.numel()) for name, p in group] for group in groups])
 
 
-def num_flat_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """What a flat buffer for these parameters takes."""
+def plan_flat(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[FlatLayout, torch.dtype]:
+    """What a flat buffer for these parameters will look like."""
     groups = named_groups(model, optimizer)
-    return _layout_of(groups).total * next(p for group in groups for _, p in group).element_size()
+    return _layout_of(groups), next(p for group in groups for _, p in group).dtype
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -159,6 +160,18 @@ class FlatModel:
         """Give every parameter memory of its own again."""
         for parameter in self.parameters:
             parameter.data = parameter.detach().clone()
+
+
+@contextmanager
+def keeping_memory(model: nn.Module) -> Iterator[None]:
+    """If what is done inside fails, the parameters are in the memory that they were in before."""
+    before = [(parameter, parameter.data) for parameter in model.parameters()]
+    try:
+        yield
+    except BaseException:
+        for parameter, data in before:
+            parameter.data = data
+        raise
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

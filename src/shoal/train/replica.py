@@ -152,10 +152,13 @@ class Replica:
         return BATCH_CHUNKS * CHUNK * num_flats
 
     def take_back(self, initial: torch.Tensor) -> None:
-        """Undo the first step: the parameters are as they were, and the optimizer has no memory of it."""
-        self.flat.values.copy_(initial)
+        """Undo the first step: parameters and their average are as they were, and the optimizer knows nothing of it.
+
+        `initial` has the one after the other.
+        """
+        self.flat.values.copy_(initial[: self.flat.layout.total])
         if self.average is not None:
-            self.average.copy_(initial)
+            self.average.copy_(initial[self.flat.layout.total :])
         self.optimizer.forget()
 
     def _follow(self, places: Sequence[Chunk]) -> None:

@@ -34,7 +34,7 @@ from shoal.train.agree import find_different_data
 from shoal.train.chunked import is_elementwise
 from shoal.train.compute import autocast
 from shoal.train.errors import in_user_code
-from shoal.train.flat import num_flat_bytes, shorten
+from shoal.train.flat import plan_flat, shorten
 from shoal.train.lone import LoneRun
 from shoal.train.loss import Loss, as_sum, move
 from shoal.train.room import Limit, Room, first_piece, gauge_of
@@ -313,7 +313,7 @@ def take_memory(
     """
     is_plain = isinstance(settings.sync, AllReduce) and settings.split is None and settings.transport != "tcp"
     if is_plain and isinstance(group, ShmGroup) and is_elementwise(optimizer):
-        share_slots(group, num_flat_bytes(model, optimizer), num_shards, exact=settings.exact)
+        share_slots(group, *plan_flat(model, optimizer), num_shards, exact=settings.exact)
 
 
 def find_mixed(group: Group, device: torch.device, *, exact: bool) -> bool:

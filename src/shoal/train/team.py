@@ -13,6 +13,7 @@ from shoal.checkpoint.state import State
 from shoal.comm.connect import connect_devices
 from shoal.comm.group import Group
 from shoal.comm.rendezvous import Rendezvous
+from shoal.comm.shm import ShmGroup
 from shoal.data.ledger import Place
 from shoal.engine.env import WorkerFacts
 from shoal.spec.errors import MemberLost, Retryable
@@ -21,7 +22,7 @@ from shoal.spec.world import World
 from shoal.train import setup
 from shoal.train.chunked import giving_back
 from shoal.train.cut import Cut
-from shoal.train.flat import named_tensors
+from shoal.train.flat import keeping_memory, named_tensors
 from shoal.train.groups import Groups, connect_seats
 from shoal.train.handover import give_tensors, make_room, shapes_of, share_facts, share_tensors
 from shoal.train.inherit import Holding, Will, agree_on_will, hand_out
@@ -133,7 +134,7 @@ class Team:
         self._groups: Groups | None = None
         self._ids: list[str] = []
         self._counted: list[dict[str, float]] | None = None
-        self._is_touched = False
+        self._is_touched = self._has_left = False
         self._candidate: tuple[int, Holding] | None = None
 
     @property
@@ -230,21 +231,28 @@ class Team:
     def join(self, world: World, progress: Progress) -> None:
         """Enter a World, or the next, should a member be lost meanwhile."""
         while not self._try(world, progress)[0]:
-            assert self.link is not None
-            world = self.link.await_world(world.generation)
+            world = self._await_world(world.generation)
 
     def reform(self, progress: Progress) -> Outcome | NotFinite | None:
         """Enter the next World. Returns what became of the step that was under way: None if it never happened."""
-        assert self.link is not None
         assert self.world is not None
         generation, is_in = self.world.generation, False
         outcome: Outcome | NotFinite | None = None
         while not is_in:
-            world = self.link.await_world(generation)
+            world = self._await_world(generation)
             generation = world.generation
             is_in, result = self._try(world, progress)
             outcome = result or outcome
         return outcome
+
+    def _await_world(self, after: int) -> World:
+        """The next World. Where the run goes on without us, the others go on in memory that is ours no more."""
+        assert self.link is not None
+        try:
+            return self.link.await_world(after)
+        except SystemExit:
+            self.leave()  # before the script gets to do anything with the model
+            raise
 
     def together(self, act: Callable[[], T], progress: Progress) -> T:
         """Do something with all workers; where one is lost meanwhile, again with those who are left.
@@ -386,7 +394,10 @@ class Team:
         groups = connect_seats(meeting, seats, settings.transport, device, self._groups)
         try:
             has_newcomers = not set(holders).issuperset(seats.members)
-            sync = self._hand_over(world, groups, progress, has_newcomers) if holders else None
+            # A newcomer that fails here must not be left with parameters in the memory of those who go on.
+            is_placed = self.sync is None and groups.parts is None and isinstance(groups.everyone, ShmGroup)
+            with keeping_memory(self._subject.model) if is_placed else nullcontext():
+                sync = self._hand_over(world, groups, progress, has_newcomers) if holders else None
         except BaseException:
             groups.close()
             raise
@@ -517,11 +528,12 @@ class Team:
             self._subject.meet(groups)
 
     def leave(self) -> None:
-        """Give the parameters memory of their own, and go."""
-        if self.sync is not None:
+        """Give the parameters memory of their own, and go. Doing it twice does nothing more."""
+        if self.sync is not None and not self._has_left:
             self.sync.close()
         if self._groups is not None:
             self._groups.close()
+        self._has_left = True
 
 
 def _ids(world: World, ranks: Sequence[int] | None) -> list[str] | None:

@@ -9,7 +9,7 @@ from torch import nn
 from shoal.comm.meeting import Shared
 from shoal.comm.shm import ShmGroup
 from shoal.train import tree
-from shoal.train.flat import CHUNK, Chunk
+from shoal.train.flat import CHUNK, Chunk, FlatLayout
 from shoal.train.gradients import Gradients
 from shoal.train.replica import Replica
 from shoal.train.summing import StepSum, square_of
@@ -24,9 +24,13 @@ BUCKET_CHUNKS = 16
 """How many chunks are announced at once: 4 MiB of float32."""
 
 
-def share_slots(group: ShmGroup, num_bytes: int, num_shards: int, *, exact: bool) -> Shared:
-    """Everybody's gradient buffers: so many bytes for each node of the tree that a worker may hold."""
-    return group.share(num_bytes * (tree.most_nodes(num_shards) if exact else 1), "slots")
+def share_slots(group: ShmGroup, layout: FlatLayout, dtype: torch.dtype, num_shards: int, *, exact: bool) -> Shared:
+    """Everybody's gradient buffers: one for each node of the tree that a worker may hold.
+
+    Backward writes only where parameters are. What lies between them is zero, and is added up like the rest.
+    """
+    num_slots = tree.most_nodes(num_shards) if exact else 1
+    return group.share(layout.total * dtype.itemsize * num_slots, layout.name("slots"))
 
 
 class SharedMemorySync:
@@ -81,7 +85,7 @@ class SharedMemorySync:
     def _make_slots(self, num_shards: int) -> None:
         """Make everybody's gradient buffers, and views of the chunks that this rank sums."""
         dtype = self.replica.flat.dtype
-        shared = share_slots(self._group, self._total * dtype.itemsize, num_shards, exact=self._exact)
+        shared = share_slots(self._group, self.replica.flat.layout, dtype, num_shards, exact=self._exact)
         self._slots = slots = [buffer.view(dtype).split(self._total) for buffer in shared.all]
         self._sources = {
             (rank, slot): [values[c.start : c.stop] for c in self.replica.owned]

@@ -86,15 +86,18 @@ class SharedStep:
             self._prepare_undo()
 
     def _prepare_undo(self) -> None:
-        """Have a record of everybody's updates.
+        """Have a record of everybody's updates. All make it together, before anyone computes.
 
-        Before its first step an optimizer has no state that others could see; then all parameters are kept instead.
+        So nobody writes into memory that has gone over from another World while somebody may still fail to enter.
+        Before its first step an optimizer has no state that others could see; then all parameters and their average
+        are kept instead.
         """
-        flat = self._replica.flat
+        flat, average = self._replica.flat, self._replica.average
         if self.turn == 1 and not self._replica.optimizer.state_names:
-            self._initial = self._group.common(flat.values.nbytes).view(flat.dtype)
+            whole = [flat.values] if average is None else [flat.values, average]
+            self._initial = self._group.common(len(whole) * flat.values.nbytes).view(flat.dtype)
             if self._group.rank == 0:
-                self._initial.copy_(flat.values)
+                torch.cat(whole, out=self._initial)
             return
         self._initial = None
         kept = self._group.share(self._replica.num_kept * flat.dtype.itemsize, "undo")
