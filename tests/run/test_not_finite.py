@@ -69,6 +69,15 @@ def test_after_three_in_a_row_the_run_goes_back_and_comes_to_the_same_end(script
     assert {event.step for event in done.of("resumed")} == {4}
 
 
+def test_going_back_waits_for_the_checkpoint_that_is_being_saved(script: str) -> None:
+    late = "import time; from shoal.checkpoint.store import FolderStore; commit = FolderStore._commit\n"
+    late += "FolderStore._commit = lambda *saved: (time.sleep(1.0), commit(*saved))\n"
+    Path(script).write_text(late + Path(script).read_text())
+    done = run(Faults().nan(rank=1, step=6, steps=3), script, "late")
+    assert done.exit_code == 0
+    assert {event.step for event in done.of("resumed")} == {4}
+
+
 def test_going_back_does_not_meet_the_shares_of_later_steps(script: str) -> None:
     """The slow worker was given less in steps that are made a second time: they are planned anew."""
     done = run(Faults().slow(rank=1, step=0, seconds=0.04, steps=14).nan(rank=1, step=10, steps=3), script, "run")

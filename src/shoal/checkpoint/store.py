@@ -117,7 +117,7 @@ class FolderStore:
 
         Every byte is verified. Tensors are on the CPU and belong to the caller. UserError if there is none.
         """
-        self._wait()
+        self.wait()
         loaded = read.load(self.folder, step)
         for item in loaded.skipped:
             self._tell("checkpoint_skipped", {"path": str(item.path), "reason": item.reason})
@@ -148,14 +148,15 @@ class FolderStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait until the save under way is on disk, or has failed once."""
         if self._saving is not None:
             self._saving.wait()
 
     def _settle(self, end: Callable[[Retries], None]) -> None:
         """Wait for a try under way, and end those that would follow."""
         if self._saving is not None:
-            self._wait()
+            self.wait()
             end(self._saving.retries)
             self._saving.wait_settled()
 

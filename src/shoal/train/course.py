@@ -367,7 +367,12 @@ class Course:
         return str(share_facts(team.group, {"digest": digest(present)}, 0)["digest"])
 
     def can_resume(self) -> bool:
-        return self._route.store is not None and bool(self._route.store.list())
+        """Whether there is a checkpoint to go back to. All workers ask together, and what is being saved counts."""
+        store, is_there = self._route.store, False
+        if store is not None and self._team.rank == 0:
+            store.wait()
+            is_there = bool(store.list())
+        return bool(share_facts(self._team.group, {"is_there": is_there}, 0)["is_there"])
 
     def resume(self) -> None:
         """Go on from the newest valid checkpoint, all workers from the same."""

@@ -222,7 +222,7 @@ class Steps:
         """A step was left out, on all workers alike; after several in a row go back to the last checkpoint."""
         error = self._tell_skipped(plan, error, self._assignment)
         if self._skips.add(plan.step):
-            if not self._skips.may_go_back(plan.step) or not self.course.can_resume():
+            if not self._skips.may_go_back(plan.step) or not self.team.together(self.course.can_resume, self.course):
                 raise error
             self.team.together(self.course.resume, self.course)
             back = f"back to step {self.course.place.step}"
