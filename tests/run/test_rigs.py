@@ -444,8 +444,11 @@ def test_leftovers_of_a_killed_process_go_when_the_next_rig_is_made():
         left = names_of(victim.pid)
         assert len(left) == 4
         hosts = [name for name in left if (leftovers.NAMESPACES / name).exists()]
-        pids = [subprocess.check_output(["ip", "netns", "pids", name], text=True) for name in hosts]
-        (sleeping,) = "".join(pids).split()
+        deadline, found = time.monotonic() + 20, []
+        while not found and time.monotonic() < deadline:  # it may still be on its way into the namespace
+            pids = [subprocess.check_output(["ip", "netns", "pids", name], text=True) for name in hosts]
+            found = "".join(pids).split()
+        (sleeping,) = found
         with rigs.small_disk(1):
             assert names_of(victim.pid) == set()
             assert len(names_of(alive.pid)) == 4  # what others still use stays
