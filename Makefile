@@ -3,13 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check chaos bench clean
+.PHONY: demo test check chaos bench page clean
 
 demo: $(VENV)/.ready
 	$(BIN)/shoal demo
 
 # Two files at a time: most tests start processes, and half of the time wait for them.
-test: $(VENV)/.dev
+test: $(VENV)/.dev page
 	$(BIN)/python -m pytest -m "not slow" --numprocesses=2 --dist=loadfile
 
 check: $(VENV)/.dev
@@ -17,20 +17,38 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-chaos: $(VENV)/.dev
-	$(BIN)/python -m pytest -m slow --timeout 1800
+# JAX and TensorFlow in an environment of their own: two gigabytes that nothing else needs.
+chaos: $(VENV)/.dev $(VENV)/.frameworks page
+	SHOAL_TEST_FRAMEWORKS_PYTHON=$(CURDIR)/$(VENV)/frameworks/bin/python \
+	  $(BIN)/python -m pytest -m slow --timeout 1800
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks all --save
 
+# The page of `shoal dash`. Where there is no npm everything else works, and its tests are skipped.
+PAGE := src/shoal/dash/page/index.html
+
+page:
+	@if command -v npm >/dev/null; then $(MAKE) --no-print-directory $(PAGE); \
+	else echo "there is no npm: the page of shoal dash is not built, and its tests are skipped" >&2; fi
+
+$(PAGE): web/package-lock.json web/build.mjs $(wildcard web/src/*)
+	cd web && npm ci --ignore-scripts --no-progress --loglevel=error && npm run --silent check && npm run --silent build
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) web/node_modules src/shoal/dash/page .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.frameworks: | $(VENV)/bin/python
+	$(PYTHON) -m venv $(VENV)/frameworks
+	$(VENV)/frameworks/bin/python -m pip install --quiet --disable-pip-version-check \
+	  jax==0.10.2 tensorflow-cpu==2.21.0
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.ready

@@ -13,7 +13,7 @@ from typing import Any
 from shoal.elastic.coordinator import Coordinator
 from shoal.elastic.decision import Decision, Fail, Kill, Note, Start, Tell
 from shoal.engine.cause import EXIT_SECONDS, WINDOW_SECONDS, Evidence, Failure, find_failures
-from shoal.engine.local import LocalEngine
+from shoal.engine.engine import Engine
 from shoal.engine.stacks import Stack
 from shoal.hanging import tell_stack, tell_where
 from shoal.spec.errors import MemberLost, UserError
@@ -53,7 +53,7 @@ class ElasticRun:
     """
 
     def __init__(
-        self, engine: LocalEngine, min_workers: int, max_workers: int, hooks: Hooks, *, has_spare: bool = False
+        self, engine: Engine, min_workers: int, max_workers: int, hooks: Hooks, *, has_spare: bool = False
     ) -> None:
         self.failure: Failure | None = None
         self.min_workers, self.max_workers = min_workers, max_workers
@@ -78,10 +78,11 @@ class ElasticRun:
         return len(pids) if world is None else sum(pids.get(each.worker) == each.pid for each in world.members)
 
     def begin(self) -> None:
-        """All workers have been started for the first time."""
+        """Workers have been started for the first time: all, or as many as there is room for."""
         for worker, pid in self._engine.pids.items():
             self._incarnations[worker] = 0
             self._decisions += self._coordinator.started(worker, pid, time.monotonic())
+        self._decisions += self._coordinator.roomed(self._engine.room, time.monotonic())
 
     def hear(self, event: Event) -> None:
         """A worker said something that is not for people, or that it failed with a retryable error."""
@@ -95,6 +96,7 @@ class ElasticRun:
 
     def exited(self, end: WorkerExit, *, is_failure: bool) -> bool:
         """A worker is gone; True where the run goes on without it. `is_failure`: it was not killed, it failed."""
+        self._decisions += self._coordinator.roomed(self._engine.room, time.monotonic())
         error = self._errors.pop(end.rank, None)
         is_lost = end.code != 0 and (error is not None or not is_failure)
         if is_lost:
@@ -113,6 +115,7 @@ class ElasticRun:
         now = time.monotonic()
         if now >= self._due:
             self._due = now + TICK_SECONDS
+            self._decisions += self._coordinator.roomed(self._engine.room, now)
             self._decisions += self._coordinator.ticked(now)
             self._end_failed()
             self._do_later(now)
@@ -190,11 +193,13 @@ class ElasticRun:
         """What those who are waiting for a new World should not wait for."""
         if now > self._facts_due:
             self._facts_due = math.inf
-            self._hooks.changed(self.num_workers)
+            if not self._coordinator.state.is_ending:  # who has finished is no loss
+                self._hooks.changed(self.num_workers)
         if self._generation >= 0 and now > self._spare_due:
             self._spare_due = now + SPARE_SECONDS
-            if not self._coordinator.is_awaiting:
-                self._engine.keep_spare(self._hooks.spec_of(0, 0))
+            pids = self._engine.pids
+            if pids and not self._coordinator.is_awaiting:
+                self._engine.keep_spare(self._hooks.spec_of(min(pids), 0))
 
     def _end_failed(self) -> None:
         """A worker that reported an error and does not end is held up by threads of its own."""

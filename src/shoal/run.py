@@ -4,18 +4,18 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
+from shoal.engine.engine import PYTHON
 from shoal.engine.entry import entry_of, find_python
 from shoal.engine.env import RunFacts, is_loading_call, shoal_home
 from shoal.engine.fit import PLAIN_WORKER_BYTES, TORCH_WORKER_BYTES, check_memory
-from shoal.engine.machine import available_cores
+from shoal.engine.grounds import Where, find_ground
 from shoal.engine.nursery import wants_spare
-from shoal.engine.ports import ReservedPorts
 from shoal.engine.signals import StopSignals
 from shoal.engine.story import as_error, tell_failures
+from shoal.files import mask
 from shoal.observe.folder import RunFolder, claim, create, newest_step, read_facts
 from shoal.spec.errors import ShoalError, UserError
 from shoal.spec.job import Job
@@ -24,45 +24,80 @@ from shoal.train.settings import make_settings
 from shoal.version import __version__
 from shoal.watch import Crew, Outcome, Watch, say
 
+if TYPE_CHECKING:
+    from shoal.alerting import Alerts
+
+ALERTS_FILE = "alerts.toml"
+"""In SHOAL_HOME: where alerts go."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
     """Where a run is kept and what it starts from.
 
     `dir` is the run folder itself; without it, a folder `name` under SHOAL_HOME/runs, or one with a new name.
-    A folder that holds a run already is refused unless `is_resumed`.
+    A folder that holds a run already is refused unless `is_resumed`. Its numbers go to `send_to`, too.
     """
 
     dir: str | None = None
     name: str | None = None
     is_resumed: bool = False
-    has_tensorboard: bool = False
     command: Sequence[str] = ()
+    send_to: Sequence[str] = ()
 
 
-def run_job(job: Job, *, keep: Keep | None = None, out: TextIO | None = None, is_quiet: bool = False) -> Outcome:
-    """Run a job on this machine and show it: output of workers on `out` (stdout), our own words on stderr.
+def run_job(
+    job: Job,
+    *,
+    keep: Keep | None = None,
+    out: TextIO | None = None,
+    is_quiet: bool = False,
+    where: Where | None = None,
+) -> Outcome:
+    """Run a job, here or where it says, and show it: output of workers on `out` (stdout), our own words on stderr.
 
     Raises UserError, before anything has started, for a job that cannot work. A worker's failure is shown and
     returned, not raised. Ctrl-C, SIGTERM and a closed terminal end all workers within 3 s.
     """
     entry = entry_of(job)
-    if keep is not None and keep.has_tensorboard:
-        from shoal.observe.tensorboard import check_installed
+    if keep is not None and keep.send_to:
+        from shoal.observe.exporters import parse_target
 
-        check_installed()
+        for text in keep.send_to:
+            parse_target(text)
     check_options(job)
+    ground = find_ground(where or Where())
     if job.num_workers is None:
+        if ground is not None:
+            raise UserError("-n auto measures on this machine alone.", hint="give -n a number, or leave --engine out")
         job = _choose_workers(job)
         check_options(job)
     worker_bytes = PLAIN_WORKER_BYTES if entry[0] == "program" else TORCH_WORKER_BYTES
-    check_memory(job.num_workers or 1, worker_bytes, job.options)
+    if ground is None:
+        check_memory(job.num_workers or 1, worker_bytes, job.options)
     wants_spare(job.options)
-    crew = Crew(job=job, python=find_python(job.python), entry_of=lambda rank: entry, stdin_fd=_stdin_fd())
+    crew = Crew(
+        job=job,
+        python=find_python(job.python),
+        entry_of=lambda rank: entry,
+        stdin_fd=_stdin_fd(),
+        ground=ground,
+        alerts=find_alerts(job.options),
+    )
     with StopSignals() as stops:
         outcome = _run(crew, keep or Keep(), stops, None if is_quiet else out or sys.stdout)
     _tell(outcome, is_quiet)
     return outcome
+
+
+def find_alerts(options: Mapping[str, str]) -> "Alerts | None":
+    """What the user has said about alerts; None where that is nothing. Raises UserError for what cannot be."""
+    home = shoal_home()
+    if not any(name.startswith("alert.") for name in options) and not os.path.exists(os.path.join(home, ALERTS_FILE)):
+        return None
+    from shoal.alerting import read_alerts
+
+    return read_alerts(os.path.join(home, ALERTS_FILE), options)
 
 
 def check_options(job: Job) -> None:
@@ -89,6 +124,11 @@ def launch(
     run_dir: str | None = None,
     threads_per_worker: int | None = None,
     is_quiet: bool = False,
+    engine: str = "local",
+    address: str | None = None,
+    hosts: str | None = None,
+    master: str | None = None,
+    options: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Call `function(*args, **kwargs)` in `num_workers` new processes; returns what each returned, by rank.
 
@@ -96,23 +136,34 @@ def launch(
     notebook cell, lambdas and closures travel by value; the script itself is not run again, so it needs no
     `if __name__ == "__main__"`. If a worker fails, the others are stopped and WorkerError is raised with its
     traceback. Interrupting the call ends all workers.
+
+    With `engine` the processes are on other machines: `ray` (at `address`, or where this process is connected to
+    already), `mpi` (on `hosts`) or `spark` (at `master`, or those of the active session); `options` are those of the
+    command line that begin with `engine.`.
     """
-    from shoal.engine.call import CallFiles, name_of, pack_call
+    from shoal.engine.call import ENTRY, name_of, pack_call, read_result
 
     _check_launch(function, num_workers)
-    job = job_of(function, num_workers, threads_per_worker, env)
+    where = Where(engine=engine, address=address, hosts=hosts, master=master, options=dict(options or {}))
+    ground = find_ground(where)
+    job = job_of(function, num_workers, threads_per_worker, env, is_here=ground is None)
     keep = Keep(dir=run_dir, command=("shoal.launch", name_of(function)))
-    with CallFiles(pack_call(function, args, kwargs or {}), num_workers) as files:
-        inherit = {rank: files.fds_of(rank) for rank in range(num_workers)}
-        crew = Crew(job=job, python=sys.executable, entry_of=files.entry_of, inherit_fds=inherit)
-        outcome = _run(crew, keep, None, None if is_quiet else sys.stdout)
-        if outcome.failures:
-            raise _remote_error(outcome)
-        return [files.read_result(rank) for rank in range(num_workers)]
+    call = pack_call(function, args, kwargs or {})
+    alerts = find_alerts({})
+    crew = Crew(job=job, python=PYTHON, entry_of=lambda rank: ENTRY, call=call, ground=ground, alerts=alerts)
+    outcome = _run(crew, keep, None, None if is_quiet else sys.stdout)
+    if outcome.failures:
+        raise _remote_error(outcome)
+    return [read_result(end.rank, end.result) for end in outcome.exits]
 
 
 def job_of(
-    function: Callable[..., Any], num_workers: int, threads_per_worker: int | None, env: Mapping[str, str] | None
+    function: Callable[..., Any],
+    num_workers: int,
+    threads_per_worker: int | None,
+    env: Mapping[str, str] | None,
+    *,
+    is_here: bool = True,
 ) -> Job:
     """The job of calling a function in so many workers. Raises UserError where the memory is not enough for them."""
     from shoal.engine.call import name_of
@@ -124,7 +175,9 @@ def job_of(
         env=dict(env or {}),
         working_dir=os.getcwd(),
     )
-    check_memory(num_workers, TORCH_WORKER_BYTES if "torch" in sys.modules else PLAIN_WORKER_BYTES, job.options)
+    if is_here:
+        worker_bytes = TORCH_WORKER_BYTES if "torch" in sys.modules else PLAIN_WORKER_BYTES
+        check_memory(num_workers, worker_bytes, job.options)
     return job
 
 
@@ -165,22 +218,15 @@ def _choose_workers(job: Job) -> Job:
 def _run(crew: Crew, keep: Keep, stops: StopSignals | None, out: TextIO | None) -> Outcome:
     """Keep the run in a folder, see it through, and say in the folder what became of it."""
     job = crew.job
-    num_ports = crew.num_workers if job.framework == "tensorflow" else 0
-    with ExitStack() as stack:
-        folder = stack.enter_context(open_folder(job, keep))
-        ports = stack.enter_context(ReservedPorts(1 + num_ports))
+    with open_folder(job, keep) as folder:
         facts = RunFacts(
             name=folder.name,
             dir=folder.path,
             num_workers=crew.num_workers,
-            master_port=ports.numbers[0],
-            worker_ports=ports.numbers[1:],
-            cores=available_cores(),
             min_workers=job.min_workers,
             is_resumed=keep.is_resumed,
-            has_tensorboard=keep.has_tensorboard,
         )
-        watch = Watch(folder, facts, stops, out)
+        watch = Watch(folder, facts, stops, out, keep.send_to)
         try:
             outcome = watch.run(crew)
         except BaseException as error:
@@ -188,8 +234,10 @@ def _run(crew: Crew, keep: Keep, stops: StopSignals | None, out: TextIO | None) 
             note_end(
                 folder, "failed" if is_failure else "stopped", getattr(error, "exit_code", 1) if is_failure else 130
             )
+            watch.close()
             raise
         note_end(folder, outcome.status, outcome.exit_code)
+        watch.close()
         return outcome
 
 
@@ -197,7 +245,7 @@ def open_folder(job: Job, keep: Keep) -> RunFolder:
     """Make or take the folder of a run, and hold it."""
     hidden = dict.fromkeys(job.env, "***")
     facts = {
-        "command": [_hide_env(part, job.env) for part in keep.command],
+        "command": command_facts(keep.command, job.env),
         "job": asdict(replace(job, env=hidden)),
         "num_workers": job.num_workers,
         **({"min_workers": job.min_workers, "max_workers": job.num_workers} if job.min_workers is not None else {}),
@@ -217,7 +265,13 @@ def open_folder(job: Job, keep: Keep) -> RunFolder:
     return folder
 
 
+def command_facts(command: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """A command as it may be written down: without the values of variables, and without passwords."""
+    return [_hide_env(part, env) for part in command]
+
+
 def _hide_env(part: str, env: Mapping[str, str]) -> str:
+    part = mask(part)
     name, has_value, _ = part.removeprefix("--env=").partition("=")
     return f"{part[: len(part) - len(part.removeprefix('--env='))]}{name}=***" if has_value and name in env else part
 

@@ -91,6 +91,7 @@ def check_against(alone: tuple[Path, Result], folder: Path, results: list[Result
         check_same(folder, alone[0], goal_of(number))
 
 
+@pytest.mark.slow
 def test_from_four_that_share_parameters_to_two_stages_to_one(alone: tuple[Path, Result], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     results = [run_link(number, folder) for number in range(2)]

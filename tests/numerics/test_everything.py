@@ -131,5 +131,6 @@ def test_a_cell_does_everything_at_once(cell: Cell, finished: BySplit, expected:
     check(finished[cell.split], cell, expected)
 
 
+@pytest.mark.slow
 def test_divided_state_does_everything_at_once(expected: Expected, tmp_path: Path) -> None:
     check(run_broken_off([QUICK], tmp_path / "run"), QUICK, expected)

@@ -29,7 +29,7 @@ class Schedule:
 
     @property
     def num_kills(self) -> int:
-        return sum(act in ("kill", "freeze", "cut", "sever", "slow") for _, act, _ in self.faults)
+        return sum(act in ("kill", "freeze", "cut", "sever", "slow", "lose_room") for _, act, _ in self.faults)
 
 
 def draw_schedule(seed: int, kinds: tuple[str, ...] = (), remote_share: float = 0.35) -> Schedule:
@@ -67,6 +67,8 @@ def _draw_details(source: random.Random, kind: str, max_workers: int) -> tuple[A
     worker = source.randrange(max_workers)
     if kind == "sever":  # by itself: a draw more for all kinds would make other runs of all seeds
         return worker, source.choice(("up", "down", "both")), source.choice((0.2, 1.0, 3.0))
+    if kind == "lose_room":
+        return source.randint(1, max_workers), source.choice((0.0, 0.05, 0.5, 3.0))
     return {
         "kill": (worker,),
         "freeze": (worker, source.choice((0.5, 1.0, 2.5, FOREVER))),

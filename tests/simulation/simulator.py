@@ -42,6 +42,7 @@ class Simulation:
         self.checkpoint = State()
         self.finished: list[State] = []
         self.trace: list[Any] = []
+        self.room: int | None = None
         self.failure: Fail | None = None
         self.is_over = False
         self.notes: list[Note] = []
@@ -211,6 +212,17 @@ class Simulation:
     def resize(self, num_workers: int) -> None:
         self.coordinate(self.coordinator.resized, num_workers)
 
+    def lose_room(self, room: int, seconds: float) -> None:
+        """Machines go, with all that is on them; after a while they are back."""
+        self.change_room(room)
+        for worker in sorted(self.workers, key=lambda _: self.random.random())[room:]:
+            self.kill(worker)
+        self.at(self.now + seconds, self.change_room, self.schedule.max_workers)
+
+    def change_room(self, room: int) -> None:
+        self.room = room
+        self.coordinate(self.coordinator.roomed, room)
+
     # Pipes.
 
     def _arrival(self, channel: Any, cut_until: float) -> float:
@@ -291,6 +303,8 @@ class Simulation:
         if isinstance(decision, Tell):
             self.tell(decision.worker, decision.message)
         elif isinstance(decision, Start):
+            num_there = len(self.workers) + len(self.starting)
+            self.check(self.room is None or num_there < self.room, f"no room for worker {decision.worker}")
             self.start(decision.worker)
         elif isinstance(decision, Kill):
             self.check_kill(decision)

@@ -21,12 +21,19 @@ def run_seeds(first: int, stop: int) -> Counter[str]:
     return seen
 
 
-@pytest.mark.parametrize("chunk", range(8))
+@pytest.mark.parametrize("chunk", [0, 1, 2, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in range(3, 8))])
 def test_schedules(chunk):
     seen = run_seeds(chunk * CHUNK, (chunk + 1) * CHUNK)
     # The schedules are worth something only if all of this happens in them.
     for kind in ("world", "worker_lost", "worker_joined", "worker_frozen", "resized", "waiting_for_workers"):
         assert seen[kind] > 10, f"{kind} hardly ever happens"
+
+
+def test_machines_go_and_come_back():
+    """Nobody is started without a machine, and whoever was missed is there again in the end."""
+    kinds = ("lose_room", "lose_room", "kill", "freeze", "resize")
+    for seed in range(600):
+        Simulation(draw_schedule(seed, kinds)).run()
 
 
 @pytest.mark.slow

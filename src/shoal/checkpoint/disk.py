@@ -246,6 +246,8 @@ def free_bytes(folder: Path) -> int:
 
 def explain(error: OSError) -> tuple[str, str]:
     """Why a write failed and what to do, in words."""
+    if isinstance(error, UserError):  # of a store that has a URL: it says so itself
+        return f"{error.message} {error.why}", error.hint
     name = errno.errorcode.get(error.errno or 0, "OSError")
     hint = _HINTS.get(error.errno or 0, "look at the system's log (`dmesg`) for the cause")
     return f"{error.strerror or error} ({name})", hint

@@ -15,13 +15,13 @@ that a fence that comes late cannot replace a newer one. A fence costs four fsyn
 import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from shoal.checkpoint import disk
+from shoal.checkpoint import disk, place
 from shoal.checkpoint.manifest import Damaged
+from shoal.files import Place
 from shoal.spec.errors import ShoalError
 
 MAX_BYTES = 16 << 20
@@ -48,12 +48,12 @@ class Fence(msgspec.Struct, frozen=True):
 OPEN = Fence(0)
 
 
-def newest_generation(folder: Path) -> int:
+def newest_generation(folder: Place) -> int:
     """The newest generation that has a fence here, finished or not; 0 if there is none."""
     return max(_generations(folder), default=0)
 
 
-def in_force(folder: Path) -> Fence:
+def in_force(folder: Place) -> Fence:
     """The newest finished fence; `OPEN` if there is none. One that cannot be read counts as none."""
     for generation in sorted(_generations(folder), reverse=True):
         found = _read(folder, generation)
@@ -62,7 +62,7 @@ def in_force(folder: Path) -> Fence:
     return OPEN
 
 
-def draw(folder: Path, generation: int, list_known: Callable[[], Iterable[str]]) -> None:
+def draw(folder: Place, generation: int, list_known: Callable[[], Iterable[str]]) -> None:
     """Keep older generations out from now on; durable on return. `list_known` names the checkpoints that are there.
 
     Does nothing if it was done before. Raises `Stale` if a newer one is there, OSError if the disk refuses.
@@ -70,16 +70,16 @@ def draw(folder: Path, generation: int, list_known: Callable[[], Iterable[str]])
     check(folder, generation)
     if _read(folder, generation).known is not None:
         return
-    disk.make_folder(folder)
+    place.make_folder(folder)
     _put(folder, Fence(generation))
     _put(folder, Fence(generation, tuple(list_known())))
     for older in _generations(folder):
         if older < generation:
             with suppress(OSError):
-                disk.remove_file(_path(folder, older))
+                place.remove_file(_path(folder, older))
 
 
-def check(folder: Path, generation: int) -> None:
+def check(folder: Place, generation: int) -> None:
     """Raise `Stale` if a newer generation has taken over."""
     newest = newest_generation(folder)
     if newest > generation:
@@ -91,40 +91,33 @@ def check(folder: Path, generation: int) -> None:
         )
 
 
-def confirm(folder: Path, generation: int, identity: str) -> None:
+def confirm(folder: Place, generation: int, identity: str) -> None:
     """Raise `Stale` unless the checkpoint that was just given its name counts."""
     if newest_generation(folder) > generation and identity not in (in_force(folder).known or ()):
         check(folder, generation)
 
 
-def lock_path(folder: Path) -> Path:
+def lock_name(folder: Place) -> str:
     """What writers lock: each fence has a lock of its own, so that one who was fenced out holds up nobody."""
     newest = newest_generation(folder)
-    return _path(folder, newest) if newest else folder / disk.LOCK
+    return _path(folder, newest).name if newest else disk.LOCK
 
 
-def _generations(folder: Path) -> list[int]:
-    return [int(match[1]) for name in disk.list_names(folder) if (match := _NAME.fullmatch(name))]
+def _generations(folder: Place) -> list[int]:
+    return [int(match[1]) for name in place.list_names(folder) if (match := _NAME.fullmatch(name))]
 
 
-def _path(folder: Path, generation: int) -> Path:
+def _path(folder: Place, generation: int) -> Place:
     return folder / f".fence-{generation:09d}"
 
 
-def _read(folder: Path, generation: int) -> Fence:
+def _read(folder: Place, generation: int) -> Fence:
     try:
-        found = msgspec.json.decode(disk.read_small(_path(folder, generation), MAX_BYTES), type=Fence)
+        found = msgspec.json.decode(place.read_small(_path(folder, generation), MAX_BYTES), type=Fence)
     except (Damaged, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return Fence(generation)
     return found if found.generation == generation else Fence(generation)
 
 
-def _put(folder: Path, fence: Fence) -> None:
-    written = disk.name_draft(folder, fence.generation, "fence")
-    try:
-        disk.write_file(written, [msgspec.json.encode(fence)])
-        disk.publish(written, _path(folder, fence.generation))
-    except BaseException:
-        with suppress(OSError):
-            disk.remove_file(written)
-        raise
+def _put(folder: Place, fence: Fence) -> None:
+    place.replace_file(_path(folder, fence.generation), fence.generation, msgspec.json.encode(fence))

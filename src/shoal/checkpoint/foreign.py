@@ -4,6 +4,7 @@ import os
 import pickle
 import re
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,18 +15,21 @@ import msgspec
 import safetensors.torch
 import torch
 
-from shoal.checkpoint import disk, read
+from shoal.checkpoint import disk, listing, read, remote
 from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.dcp import METADATA, read_dcp, write_dcp
 from shoal.checkpoint.layout import TensorEntry, header, in_file_order
 from shoal.checkpoint.manifest import Damaged
 from shoal.checkpoint.names import plain_names
 from shoal.checkpoint.state import as_bytes, describe
+from shoal.files import Place, Url, asking, list_below, locate
 from shoal.spec.errors import ShoalError, UserError
 
 Weights = dict[str, torch.Tensor]
 
 INDEX = "model.safetensors.index.json"
+ELSEWHERE = "checkpoints.url"
+"""In the folder of a run that keeps its checkpoints in another place: where that is."""
 UNDERSTOOD = (
     "a run folder, a checkpoint folder, a .safetensors file, a Hugging Face folder, a state_dict (.pt, .pth, .bin), "
     "or a PyTorch distributed checkpoint (DCP) folder"
@@ -34,20 +38,47 @@ UNDERSTOOD = (
 _NESTED = ("state_dict", "model_state_dict", "model", "module", "weights")
 
 
-def read_weights(path: str | Path, part: str = "model") -> Weights:
-    """Read the weights at `path`, whatever it is: see `UNDERSTOOD`. Names come without wrappers' prefixes.
+def read_weights(path: str | Place, part: str = "model") -> Weights:
+    """Read the weights at a path or URL, whatever it is: see `UNDERSTOOD`. Names come without wrappers' prefixes.
 
     `part` chooses among the parts of a shoal checkpoint (`model`, `ema`); other formats have one. Nothing in a file
     is run: pickles are read only in ways that cannot. What cannot be read is a UserError with the file and reason.
     """
-    path = Path(path)
+    path = locate(path)
     with _named(path):
-        weights = _read(path, part)
+        weights = _read_url(path, part) if isinstance(path, Url) else _read(path, part)
     if not weights:
         raise UserError(
             f"There are no weights in {path}.", why=f"it has no tensors under {part!r}", hint="check the path"
         )
     return {plain: weights[name] for name, plain in plain_names(weights).items()}
+
+
+def _read_url(url: Url, part: str) -> Weights:
+    """Checkpoints are read in place; a file of another kind, or a folder of them, is fetched first."""
+    below = list_below(url)
+    if manifests.NAME in below:
+        return read.read_state(url, part).part(part)
+    for folder in (url / "checkpoints", url):
+        if listing.list_checkpoints(folder):
+            return read.load(folder, part=part).state.part(part)
+    with tempfile.TemporaryDirectory(prefix="shoal-") as temporary:
+        target = Path(temporary, url.name)
+        for name in [name for name in below if "/" not in name] or [""]:
+            source = url / name if name else url
+            disk.make_folder((target / name).parent)
+            _fetch(source, target / name)
+        return {name: tensor.clone() for name, tensor in _read(target, part).items()}
+
+
+def _fetch(source: Url, target: Path) -> None:
+    try:
+        with asking(source):
+            source.fs.get_file(source.path, str(target))
+    except FileNotFoundError:
+        raise UserError(
+            f"There are no weights at {source}.", why="nothing is there", hint=f"pass the URL of {UNDERSTOOD}"
+        ) from None
 
 
 def _read(path: Path, part: str) -> Weights:
@@ -65,8 +96,10 @@ def _read(path: Path, part: str) -> Weights:
 def _read_folder(path: Path, part: str) -> Weights:
     if (path / manifests.NAME).exists():
         return read.read_state(path, part).part(part)
+    if (path / ELSEWHERE).is_file():
+        return read_weights(disk.read_small(path / ELSEWHERE, 4096).decode(), part)
     for folder in (path / "checkpoints", path):
-        if read.list_checkpoints(folder):
+        if listing.list_checkpoints(folder):
             return read.load(folder, part=part).state.part(part)
     if (path / METADATA).exists():
         return read_dcp(path)
@@ -120,7 +153,7 @@ def pick_state_dict(found: object) -> Weights:
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _named(path: Place) -> Iterator[None]:
     """Turn whatever the libraries raise for a file they cannot read into an error that names it."""
     try:
         yield
@@ -135,7 +168,7 @@ def _named(path: Path) -> Iterator[None]:
         raise UserError(f"Cannot read weights from {path}.", why=why, hint=f"pass {UNDERSTOOD}") from error
 
 
-def _needs_pickle(path: Path, error: Exception) -> UserError:
+def _needs_pickle(path: Place, error: Exception) -> UserError:
     named = re.search(r"GLOBAL ([\w.]+)", str(error))
     what = f"it holds {named[1]}" if named else "it is damaged, or holds more than tensors"
     return UserError(
@@ -149,15 +182,19 @@ def _needs_pickle(path: Path, error: Exception) -> UserError:
 Format = Literal["safetensors", "state_dict", "dcp"]
 
 
-def write_weights(tensors: Mapping[str, torch.Tensor], path: str | Path, format: Format = "safetensors") -> Path:
+def write_weights(tensors: Mapping[str, torch.Tensor], path: str | Place, format: Format = "safetensors") -> Place:
     """Write weights for other programs: one .safetensors file, one `torch.save`d state_dict, or a DCP folder.
+
+    `path` may be the URL of a file; it is made on this machine first, and as durable as that store's files are.
 
     A file that is there is replaced at once or, on failure, not at all; a DCP folder must not be there yet. Durable
     on return.
     """
-    path = Path(path)
+    path = locate(path)
     if format not in _WRITERS:
         raise UserError(f"Unknown format {format!r}.", hint=f"use one of {', '.join(_WRITERS)}")
+    if isinstance(path, Url):
+        return _write_url(tensors, path, format)
     if path.is_dir():
         raise UserError(f"{path} is a folder that is already there.", hint="remove it first, or choose another name")
     for name, tensor in tensors.items():
@@ -174,6 +211,20 @@ def write_weights(tensors: Mapping[str, torch.Tensor], path: str | Path, format:
         with suppress(OSError):
             hidden.unlink()
     return path
+
+
+def _write_url(tensors: Mapping[str, torch.Tensor], url: Url, format: Format) -> Url:
+    if format == "dcp":
+        raise UserError(
+            f"A DCP folder cannot be written to {url}.",
+            why="its files would appear there one after the other",
+            hint="write it to a folder and copy that, or use format='safetensors'",
+        )
+    with tempfile.TemporaryDirectory(prefix="shoal-") as temporary:
+        file = Path(temporary, "weights")
+        write_weights(tensors, file, format)
+        remote.upload(file, url)
+    return url
 
 
 def _cannot_write(path: Path, error: BaseException) -> UserError:

@@ -2,10 +2,10 @@
 
 import threading
 import time
-from pathlib import Path
 
 from shoal.checkpoint import disk
 from shoal.checkpoint.fence import Stale
+from shoal.files import Place
 from shoal.spec.errors import BugError, ShoalError, UserError
 
 PAUSES = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
@@ -58,7 +58,7 @@ class Saving:
     def __init__(self, step: int, num_bytes: int) -> None:
         self.step = step
         self.num_bytes = num_bytes
-        self.path: Path | None = None
+        self.path: Place | None = None
         self.error: ShoalError | None = None
         self.seconds = 0.0
         self.retries = Retries()
@@ -92,7 +92,7 @@ def may_work_later(error: ShoalError | None) -> bool:
     return isinstance(error, UserError)
 
 
-def as_shoal_error(error: Exception, step: int, folder: Path) -> ShoalError:
+def as_shoal_error(error: Exception, step: int, folder: Place) -> ShoalError:
     """What went wrong with a save, in words."""
     if isinstance(error, Stale):
         return error.at(step=step)

@@ -1,21 +1,25 @@
-"""Keeps states on disk: durable when it says so, verified when read, and never in the way of training."""
+"""Keeps states on disk or by URL: durable when it says so, verified when read, and never in the way of training."""
 
+import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from shoal.checkpoint import disk, read
+from shoal.checkpoint import disk, listing, place, read, remote
 from shoal.checkpoint import fence as fences
 from shoal.checkpoint.layout import MAX_FILE_BYTES
-from shoal.checkpoint.read import Entry, Loaded
+from shoal.checkpoint.listing import Entry
+from shoal.checkpoint.read import Loaded
 from shoal.checkpoint.saving import Retries, Saving, as_shoal_error, may_work_later
 from shoal.checkpoint.staging import Staging
 from shoal.checkpoint.state import State
 from shoal.checkpoint.write import Draft, draft, pick_doomed, write_checkpoint
+from shoal.files import Place, Url, locate
 from shoal.spec.errors import UserError
 
 LOCK_SECONDS = 30.0
@@ -46,13 +50,16 @@ class FolderStore:
     A save that failed is tried again in the background, with growing pauses, until it is durable, a newer save takes
     its place, or the store is closed (which tries once more). The state it holds is the newest there is.
 
+    `folder` may be a URL (`s3://bucket/run/checkpoints`): docs/files.md says what such a store can promise. Writers
+    there do not take turns: the one that comes last takes over, and saves of the other fail from then on.
+
     `generation` is that of the World this writer belongs to; None takes the one in force in the folder now. `fence`
     moves it on. Once another has fenced a newer one, saves here are refused (`checkpoint_fenced`) and leave nothing.
     """
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | Place,
         keep: int | None = 3,
         *,
         generation: int | None = None,
@@ -61,7 +68,7 @@ class FolderStore:
     ) -> None:
         if keep is not None and keep < 1:
             raise UserError(f"keep={keep} would keep no checkpoint.", hint="use keep=1 or more, or keep=None for all")
-        self.folder = Path(folder)
+        self.folder: Place = locate(folder)
         self.keep = keep
         self.generation = self._newest_generation() if generation is None else generation
         self._wanted: int | None = None
@@ -71,6 +78,8 @@ class FolderStore:
         self._staging = Staging()
         self._saving: Saving | None = None
         self._turn = threading.Lock()
+        self._writer = f"{socket.gethostname()} pid {os.getpid()} {os.urandom(4).hex()}"
+        self._has_claimed = False
         self._clear_leftovers()
 
     def save(self, state: State, *, wait: bool = False) -> Saving:
@@ -125,13 +134,13 @@ class FolderStore:
 
     def list(self) -> tuple[Entry, ...]:
         """What is there, the last saved first; manifests and sizes are checked, digests are not."""
-        return read.list_checkpoints(self.folder)
+        return listing.list_checkpoints(self.folder)
 
     def verify(self, step: int) -> Entry:
         """Check every byte of the checkpoint of a step; `problem` of the answer is empty if it is whole."""
         for entry in self.list():
             if entry.step == step:
-                return read.verify(entry)
+                return listing.verify(entry)
         raise UserError(
             f"There is no checkpoint of step {step} in {self.folder}.", hint="`list()` names those there are"
         )
@@ -203,16 +212,33 @@ class FolderStore:
 
     def _commit(self, saving: Saving, planned: Draft, data: Sequence[memoryview]) -> None:
         started = time.perf_counter()
-        disk.make_folder(self.folder)
+        place.make_folder(self.folder)
         self._draw_fence()
         fences.check(self.folder, self.generation)
-        with disk.locked(fences.lock_path(self.folder), LOCK_SECONDS) as held:
-            if held:
-                disk.clear_leftovers(self.folder, self.generation)
-            path = write_checkpoint(self.folder, planned, data, self.generation)
+        with self._alone(LOCK_SECONDS) as is_alone:
+            if is_alone:
+                place.clear_leftovers(self.folder, self.generation)
+            path = write_checkpoint(self.folder, planned, data, self.generation, self._check_claim)
             saving.error, saving.path = None, path
             self._tell_saved(saving, time.perf_counter() - started)
             self._remove_old()
+
+    @contextmanager
+    def _alone(self, timeout_seconds: float) -> Iterator[bool]:
+        """Be the only one who writes or tidies here; yields False where nobody can tell."""
+        if isinstance(self.folder, Path):
+            with disk.locked(self.folder / fences.lock_name(self.folder), timeout_seconds) as held:
+                yield held
+            return
+        if not self._has_claimed:
+            remote.claim(self.folder, self._writer)
+            self._has_claimed = True
+        self._check_claim()
+        yield True
+
+    def _check_claim(self) -> None:
+        if isinstance(self.folder, Url):
+            remote.check_claim(self.folder, self._writer)
 
     def _move_on(self) -> bool:
         try:
@@ -266,12 +292,12 @@ class FolderStore:
 
     def _remove_old(self) -> None:
         """The save stands whatever happens here, and the next one tries again."""
-        path = self.folder
+        path: Place = self.folder
         try:
             fences.check(self.folder, self.generation)
             for entry in pick_doomed(self.list(), self.keep):
                 path = entry.path
-                disk.discard(path)
+                place.discard(path)
         except OSError as error:
             why, hint = disk.explain(error)
             self._tell("checkpoint_not_removed", {"path": str(path), "why": why, "hint": hint})
@@ -280,11 +306,11 @@ class FolderStore:
 
     def _clear_leftovers(self) -> None:
         """Remove what a writer that died left behind, unless a live one is at work or we may not write here."""
-        if not self.folder.is_dir():
-            return
-        with suppress(UserError, OSError), disk.locked(fences.lock_path(self.folder), 0.0) as held:
-            if held:
-                disk.clear_leftovers(self.folder, self.generation)
+        if not isinstance(self.folder, Path) or not self.folder.is_dir():
+            return  # by URL the next save does it: who only reads must not take over
+        with suppress(UserError, OSError), self._alone(0.0) as is_alone:
+            if is_alone:
+                place.clear_leftovers(self.folder, self.generation)
 
     def _tell(self, kind: str, data: Mapping[str, Any]) -> None:
         try:

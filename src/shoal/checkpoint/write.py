@@ -3,20 +3,20 @@
 import errno
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
-from shoal.checkpoint import disk, facts, read
+from shoal.checkpoint import facts, listing, place
 from shoal.checkpoint import fence as fences
 from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.layout import FilePlan, header, plan_files
+from shoal.checkpoint.listing import Entry
 from shoal.checkpoint.manifest import FileEntry, Manifest
-from shoal.checkpoint.read import Entry
 from shoal.checkpoint.state import State, describe
+from shoal.files import Place
 from shoal.spec.errors import UserError
 
 MAX_STEP = 10**15
@@ -44,15 +44,22 @@ def draft(state: State, max_file_bytes: int) -> Draft:
     return Draft(step=state.step, facts=facts.encode(state.facts), plans=tuple(plans))
 
 
-def write_checkpoint(folder: Path, planned: Draft, data: Iterable[memoryview], generation: int = 0) -> Path:
-    """Write the files into a hidden folder, fsync them, and give the folder its name; returns its path.
+def write_checkpoint(
+    folder: Place,
+    planned: Draft,
+    data: Iterable[memoryview],
+    generation: int = 0,
+    confirm: Callable[[], None] = lambda: None,
+) -> Place:
+    """Write the files where nobody takes them for a checkpoint, then make them one; returns its path.
 
     Nothing is left behind if any of it fails, or if a newer generation takes over meanwhile (`Stale`). The caller
-    holds the folder's lock.
+    is the only one who writes, which `confirm` may still deny in the end, by raising.
     """
     _check_space(folder, planned.num_bytes)
-    sequence = next_sequence(read.list_checkpoints(folder), time.time())
-    hidden = disk.begin(folder, generation, _name(planned.step))
+    sequence = next_sequence(listing.list_checkpoints(folder), time.time())
+    name = f"{_name(planned.step)}-g{generation}" if generation else _name(planned.step)
+    hidden = place.begin(folder, generation, _name(planned.step), name)
     try:
         files = [_write_tensors(hidden, plan, view) for plan, view in zip(planned.plans, data, strict=True)]
         found = Manifest(
@@ -64,25 +71,25 @@ def write_checkpoint(folder: Path, planned: Draft, data: Iterable[memoryview], g
             generation=generation,
             nonce=os.urandom(8).hex(),
         )
-        disk.write_file(hidden / manifests.NAME, [manifests.encode(found)])
+        encoded = manifests.encode(found)
         fences.check(folder, generation)
-        final = _free_path(folder, planned.step, generation)
-        disk.publish(hidden, final)
+        final = place.publish(hidden, name, encoded)
     except BaseException:
         with suppress(OSError):
-            disk.discard(hidden)
+            place.discard(hidden)
         raise
-    _confirm(folder, final, found)
+    _confirm(folder, final, found, confirm)
     return final
 
 
-def _confirm(folder: Path, final: Path, found: Manifest) -> None:
+def _confirm(folder: Place, final: Place, found: Manifest, confirm: Callable[[], None]) -> None:
     """Take it back if it does not count. Only its own generation uses its name, so it is ours that goes."""
     try:
         fences.confirm(folder, found.generation, found.identity)
+        confirm()
     except BaseException:
         with suppress(OSError):
-            disk.discard(final)
+            place.discard(final)
         raise
 
 
@@ -94,30 +101,20 @@ def next_sequence(there: Iterable[Entry], now: float) -> int:
     return max(int(now * 1000), *(entry.sequence + 1 for entry in there), 0)
 
 
-def _check_space(folder: Path, num_bytes: int) -> None:
-    free = disk.free_bytes(folder)
-    if free < num_bytes:
+def _check_space(folder: Place, num_bytes: int) -> None:
+    free = place.free_bytes(folder)
+    if free is not None and free < num_bytes:
         raise OSError(errno.ENOSPC, f"{num_bytes:,} bytes are needed, {free:,} are free")
 
 
-def _write_tensors(folder: Path, plan: FilePlan, data: memoryview) -> FileEntry:
+def _write_tensors(folder: Place, plan: FilePlan, data: memoryview) -> FileEntry:
     start = header(plan.tensors)
-    size, sha256 = disk.write_file(folder / plan.name, [start, data])
+    size, sha256 = place.write_file(folder / plan.name, [start, data])
     return FileEntry(plan.name, size, sha256, len(start), plan.tensors)
 
 
 def _name(step: int) -> str:
     return f"step-{step:09d}"
-
-
-def _free_path(folder: Path, step: int, generation: int) -> Path:
-    """`step-000000100`, `-g3` for a generation, and `-2` if that is taken: two renames to swap could lose both."""
-    name = f"{_name(step)}-g{generation}" if generation else _name(step)
-    path, number = folder / name, 1
-    while os.path.lexists(path):
-        number += 1
-        path = folder / f"{name}-{number}"
-    return path
 
 
 def pick_doomed(entries: Iterable[Entry], keep: int | None) -> list[Entry]:

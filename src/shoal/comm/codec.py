@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
+from shoal.spec.spans import timed
+
 BLOCK = 256
 """Elements that share a scale: 4 bytes for 256, which is 1.6 % more."""
 
@@ -23,6 +25,7 @@ def num_packed(num_elements: int) -> int:
     return _num_blocks(num_elements) * (4 + BLOCK)
 
 
+@timed("encode", "codec")
 def encode(values: torch.Tensor) -> torch.Tensor:
     """Flat values as packed bytes (uint8). A block of zeros stays zeros. Values must be finite."""
     return encode_rest(values, torch.zeros_like(values, dtype=torch.float32))
@@ -57,6 +60,7 @@ def decode(packed: torch.Tensor, num_elements: int) -> torch.Tensor:
     return out
 
 
+@timed("decode", "codec")
 def add_decoded(out: torch.Tensor, packed: torch.Tensor, factor: float) -> None:
     """Add what was packed, times a factor, to flat float32 values."""
     scratch = _scratch(out)

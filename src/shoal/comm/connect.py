@@ -11,6 +11,7 @@ from shoal.comm import board as boards
 from shoal.comm.board import Board
 from shoal.comm.group import Group
 from shoal.comm.memory import map_memory, reserve
+from shoal.comm.mpi import MpiGroup
 from shoal.comm.passing import Swap, connect_all, listen, open_of, swap_by_proc, swap_by_sockets
 from shoal.comm.process import Process, can_share, decode, describe_self, encode, is_running
 from shoal.comm.rendezvous import Rendezvous
@@ -31,12 +32,12 @@ def connect(
     transport: str = "auto",
     timeout_seconds: float = 300.0,
     interface: str = "",
-) -> ShmGroup | TcpGroup:
+) -> ShmGroup | TcpGroup | MpiGroup:
     """Meet the other ranks of this generation and form a group with them.
 
-    `transport` is "shm", "tcp" or "auto": shared memory if all ranks can map each other's, else tcp, on every rank
-    alike; `group.reason` says why. A group of one needs no store. `timeout_seconds` is how long to wait for a silent
-    rank, here and in every call on the group. `interface` names the network device for tcp between hosts.
+    `transport` is "shm", "tcp", "mpi" or "auto": shared memory if all ranks can map each other's, else tcp, on every
+    rank alike; `group.reason` says why. A group of one needs no store. `timeout_seconds` is how long to wait for a
+    silent rank, here and in every call on the group. `interface` names the network device for tcp between hosts.
     """
     _check_transport(transport)
     if store is None and size > 1:
@@ -46,7 +47,7 @@ def connect(
     )
 
 
-def connect_at(meeting: Rendezvous, transport: str = "auto", interface: str = "") -> ShmGroup | TcpGroup:
+def connect_at(meeting: Rendezvous, transport: str = "auto", interface: str = "") -> ShmGroup | TcpGroup | MpiGroup:
     """`connect` with those who come to this rendezvous, all of them with tensors in main memory."""
     _check_transport(transport)
     if meeting.size == 1:
@@ -83,7 +84,9 @@ def _connect(
     transport: str,
     interface: str = "",
     before: ShmGroup | None = None,
-) -> ShmGroup | TcpGroup:
+) -> ShmGroup | TcpGroup | MpiGroup:
+    if transport == "mpi":
+        return MpiGroup(meeting, processes)
     group, reason = (None, "asked for") if transport == "tcp" else share_memory(meeting, processes, before=before)
     if group is not None:
         return group
@@ -95,8 +98,8 @@ def _connect(
 
 
 def _check_transport(transport: str) -> None:
-    if transport not in ("auto", "shm", "tcp"):
-        raise UserError(f"There is no transport {transport!r}.", hint="use 'auto', 'shm' or 'tcp'")
+    if transport not in ("auto", "shm", "tcp", "mpi"):
+        raise UserError(f"There is no transport {transport!r}.", hint="use 'auto', 'shm', 'tcp' or 'mpi'")
 
 
 def _alone(timeout_seconds: float, before: ShmGroup | None = None) -> ShmGroup:

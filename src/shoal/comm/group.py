@@ -167,7 +167,7 @@ def disagreement(rank: int, mine: int, other: int, theirs: int) -> UserError:
         why="every rank must make the same calls in the same order, with equal sizes, dtypes and ops",
         hint="look for a branch that depends on the rank or on its data",
         rank=rank,
-    )
+    ).blame("shape_mismatch", (rank, other))
 
 
 def lost(ranks: Sequence[int], message: str, *, why: str, rank: int) -> MemberLost:

@@ -18,13 +18,17 @@ from shoal.comm.group import Call, Work, disagreement
 from shoal.comm.roll import LOOK_SECONDS, Roll
 
 _HEADER, _BODY, _ANSWER, _NUM_TAGS = 0, 1, 2, 3
+_HERE = torch.device("cpu")
 
 
 class Letters:
-    """Messages to and from one rank. Headers and answers go through gloo, bodies through their device's backend."""
+    """Messages to and from one rank. Headers and answers go through gloo, bodies through their device's backend.
 
-    def __init__(self, gloo: Any, backend: Callable[[torch.device], Any], roll: Roll, peer: int) -> None:
-        self._gloo, self._backend, self._roll, self._peer = gloo, backend, roll, peer
+    A backend is asked for whenever it is needed: it is the group's to keep, and to destroy.
+    """
+
+    def __init__(self, backend: Callable[[torch.device], Any], roll: Roll, peer: int) -> None:
+        self._backend, self._roll, self._peer = backend, roll, peer
         self._num_sent, self._num_taken = 0, 0
         self._asked = Asked(self._take)
 
@@ -32,8 +36,8 @@ class Letters:
         tag, self._num_sent = self._num_sent * _NUM_TAGS, self._num_sent + 1
         code, answer = Call("send", flat.numel(), flat.dtype).code, _word(0)
         try:
-            reply = self._gloo.recv([answer], self._peer, tag + _ANSWER)
-            header = self._gloo.send([_word(code)], self._peer, tag + _HEADER)
+            reply = self._backend(_HERE).recv([answer], self._peer, tag + _ANSWER)
+            header = self._backend(_HERE).send([_word(code)], self._peer, tag + _HEADER)
             body = self._backend(flat.device).send([flat], self._peer, tag + _BODY)
         except RuntimeError as error:
             raise self._roll.roll_call(str(error)) from error
@@ -45,8 +49,8 @@ class Letters:
     def _take(self, flat: torch.Tensor) -> None:
         tag, self._num_taken = self._num_taken * _NUM_TAGS, self._num_taken + 1
         code, header = Call("send", flat.numel(), flat.dtype).code, _word(0)
-        self.watch(lambda: self._gloo.recv([header], self._peer, tag + _HEADER).wait())
-        self.watch(lambda: self._gloo.send([_word(code)], self._peer, tag + _ANSWER).wait())
+        self.watch(lambda: self._backend(_HERE).recv([header], self._peer, tag + _HEADER).wait())
+        self.watch(lambda: self._backend(_HERE).send([_word(code)], self._peer, tag + _ANSWER).wait())
         self.compare(code, header)
         self.finish(lambda: self._backend(flat.device).recv([flat], self._peer, tag + _BODY).wait(), flat.device)
 

@@ -1,5 +1,6 @@
 """How processes that know only an address and their rank find each other: a store with a prefix per generation."""
 
+import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -27,10 +28,25 @@ def open_store(address: str, port: int, rank: int, size: int, timeout_seconds: f
         except dist.DistNetworkError as error:
             if "EADDRINUSE" not in str(error):
                 raise _no_store(address, port, timeout_seconds) from error
+    if not await_listener(address, port, timeout_seconds):
+        raise _no_store(address, port, timeout_seconds)
     try:
         return _open(address, port, size, timeout_seconds, is_host=False)
     except dist.DistError as error:
         raise _no_store(address, port, timeout_seconds) from error
+
+
+def await_listener(address: str, port: int, timeout_seconds: float) -> bool:
+    """Whether somebody listened there in time. Asks often: PyTorch's store sleeps for half a second or longer."""
+    pause, deadline = _SHORTEST_PAUSE, time.monotonic() + timeout_seconds
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            socket.create_connection((address, port), timeout=left).close()
+            return True
+        except OSError:
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+    return False
 
 
 def _open(address: str, port: int, size: int, timeout_seconds: float, *, is_host: bool) -> TCPStore:
@@ -68,7 +84,8 @@ class Rendezvous:
     """Where the ranks of one generation find each other: in a corner of a store, or by a `gather` of someone else's.
 
     Keys of other generations are invisible, so late messages reach nobody. With a `gather`, a store is made only
-    when it is asked for, and rank 0 hosts it. `look` is called while ranks are waited for, here and in the group.
+    when it is asked for, and rank 0 hosts it, at its `address`. `look` is called while ranks are waited for, here and
+    in the group. `interface` is the network device towards the others, where somebody has named one.
     """
 
     def __init__(
@@ -81,10 +98,19 @@ class Rendezvous:
         generation: int = 0,
         gather: Gather | None = None,
         look: Look = nobody_looks,
+        address: str = LOOPBACK,
+        interface: str = "",
     ) -> None:
         self.rank, self.size, self.timeout_seconds, self.look = rank, size, timeout_seconds, look
         self._store: Store | None = PrefixStore(f"shoal/{generation}", store) if store is not None else None
         self._gather = gather
+        self._address = address
+        self.interface = interface
+
+    @property
+    def is_fixed(self) -> bool:
+        """Nobody comes and goes here: who cannot take part now never will."""
+        return self._gather is None
 
     def among(self, name: str, ranks: Sequence[int]) -> "Rendezvous":
         """Where only these ranks find each other, in this order. `name` tells such places apart."""
@@ -96,6 +122,8 @@ class Rendezvous:
             store=PrefixStore(name, self._store) if gather is None and self._store is not None else None,
             gather=None if gather is None else lambda key, value, _: gather(f"{name}/{key}", value, ranks),
             look=lambda peers, seconds: look([ranks[peer] for peer in peers], seconds),
+            address=self._address,
+            interface=self.interface,
         )
 
     @property
@@ -105,10 +133,10 @@ class Rendezvous:
         return self._store
 
     def _host_store(self) -> Store:
-        hosted = _open(LOOPBACK, 0, self.size, self.timeout_seconds, is_host=True) if self.rank == 0 else None
-        port = int(self.gather("store", str(hosted.port if hosted else 0))[0])
+        hosted = _open(self._address, 0, self.size, self.timeout_seconds, is_host=True) if self.rank == 0 else None
+        address, _, port = self.gather("store", f"{self._address}:{hosted.port if hosted else 0}")[0].rpartition(":")
         try:
-            return hosted or _open(LOOPBACK, port, self.size, _STORE_SECONDS, is_host=False)
+            return hosted or _open(address, int(port), self.size, _STORE_SECONDS, is_host=False)
         except dist.DistError as error:
             raise lost([0], "The meeting point is gone.", why="its host ended", rank=self.rank) from error
 

@@ -19,8 +19,10 @@ from shoal.comm.meeting import Meeting, Shared
 from shoal.comm.pairs import BOX_BYTES, Pairs
 from shoal.comm.passing import Swap
 from shoal.spec.errors import UserError
+from shoal.spec.spans import timed_calls
 
 
+@timed_calls("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send", "recv", "barrier")
 class ShmGroup:
     """Ranks that meet on a `Board` and `swap` memory. `leave` is called once at the end, to close what they met over.
 

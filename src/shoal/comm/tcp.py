@@ -4,7 +4,9 @@ PyTorch's process groups do the work, built directly on our store: nothing globa
 call `init_process_group` itself.
 """
 
+import fcntl
 import socket
+import struct
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,18 +18,24 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from shoal.comm.group import Call, CopiedWork, Op, Work, check_parts, check_peer, flatten
 from shoal.comm.letters import Letters
+from shoal.comm.letting_go import UnderWay, let_go
 from shoal.comm.process import Process, on_one_loopback
+from shoal.comm.reach import CAUSE, check_reach
 from shoal.comm.rendezvous import Rendezvous
 from shoal.comm.roll import LOOK_SECONDS, Roll
 from shoal.spec.errors import UserError
+from shoal.spec.spans import timed_calls
 
-_CONNECT_SECONDS = 30.0
+_CONNECT_SECONDS = 2.0
+"""What gloo is told to take for a connection, once all ranks listen. It takes up to five times as long."""
+_SIOCGIFADDR = 0x8915
 _LET_GO_SECONDS = 0.05
-"""A backend is not destroyed sooner after its last call. Its destructor holds the interpreter while it waits for
-gloo's threads, and one that has just done the last work of a backward needs the interpreter to let go of that."""
+"""A backend is not destroyed sooner after its last call: a thread of gloo that has just done the last work of a
+backward needs the interpreter to let go of that."""
 _OPS: dict[Op, Any] = {Op.SUM: dist.ReduceOp.SUM, Op.MAX: dist.ReduceOp.MAX, Op.MIN: dist.ReduceOp.MIN}
 
 
+@timed_calls("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send", "recv", "barrier")
 class TcpGroup:
     """Ranks connected by sockets. Calls return at once; `wait` on what they return.
 
@@ -45,12 +53,14 @@ class TcpGroup:
         self._meeting = meeting
         self._roll = Roll(meeting, processes)
         try:
-            gloo = _make_gloo(meeting, _device(meeting, processes, interface))
+            self._addresses = Addresses(PrefixStore("gloo", meeting.store), self._roll)
+            gloo = _make_gloo(meeting, self._addresses, _device(meeting, processes, interface))
         except RuntimeError as error:
             raise self._roll.roll_call(f"could not connect to every rank: {error}") from error
         self._backends: dict[str, Any] = {"cpu": gloo}
-        self._letters = [Letters(gloo, self._backend, self._roll, peer) for peer in range(self.size)]
+        self._letters = [Letters(self._backend, self._roll, peer) for peer in range(self.size)]
         self._num_calls, self._previous, self._last_call = 0, 0, 0.0
+        self._under_way = UnderWay()
         self._known: set[tuple[int, int]] = set()
 
     def all_reduce(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Work:
@@ -105,11 +115,13 @@ class TcpGroup:
         """Drop all connections. Peers that still wait for this rank get MemberLost."""
         if self._backends:
             self._roll.leave(f"call/{self._num_calls}")
-        for backend in self._backends.values():
-            backend.abort()
-        time.sleep(max(0.0, self._last_call + _LET_GO_SECONDS - time.monotonic()))
-        self._backends.clear()
         self._letters.clear()
+        backends = [[self._backends.popitem()[1], self._addresses] for _ in range(len(self._backends))]
+        for held in backends:
+            held[0].abort()
+        time.sleep(max(0.0, self._last_call + _LET_GO_SECONDS - time.monotonic()))
+        for held in backends:
+            let_go(held, self._under_way)
 
     def _start(self, call: Call, flat: torch.Tensor, begin: Callable[[Any], dist.Work]) -> Work:
         code, self._num_calls = call.code, self._num_calls + 1
@@ -122,10 +134,15 @@ class TcpGroup:
             work = begin(self._backend(flat.device))
         except RuntimeError as error:
             raise self._roll.roll_call(str(error)) from error
-        return StreamWork(self._roll, work) if flat.is_cuda else TcpWork(self._roll, name, code, work)
+        self._under_way.add(work)
+        if flat.is_cuda:
+            return StreamWork(self._roll, work, self._under_way)
+        return TcpWork(self._roll, name, code, work, self._under_way)
 
     def _backend(self, device: torch.device) -> Any:
         """gloo for tensors in main memory, NCCL for those on a GPU; the latter is made when first needed."""
+        if not self._backends:
+            raise UserError("This group is closed.", hint="make another one with `shoal.group()`", rank=self.rank)
         if device.type not in self._backends:
             if device.type != "cuda" or not dist.is_nccl_available():
                 raise UserError(
@@ -137,17 +154,20 @@ class TcpGroup:
         return self._backends[device.type]
 
 
+@timed_calls("wait")
 class TcpWork:
     """A collective under way. While it takes long, `wait` looks for ranks that ended or called something else."""
 
-    def __init__(self, roll: Roll, name: str, code: int, work: dist.Work) -> None:
+    def __init__(self, roll: Roll, name: str, code: int, work: dist.Work, under_way: UnderWay) -> None:
         self._roll, self._name, self._code, self._work = roll, name, code, work
+        self._under_way = under_way
 
     def wait(self) -> None:
         began = time.monotonic()
         while True:
             try:
                 self._work.wait(timedelta(seconds=LOOK_SECONDS))
+                self._under_way.forget_ended()
                 return
             except RuntimeError:
                 if self._work.is_completed():
@@ -159,6 +179,7 @@ class TcpWork:
             raise self._roll.roll_call(str(error)) from error
 
 
+@timed_calls("wait")
 class StreamWork:
     """A collective on a GPU. `wait` lets the current stream wait, not the processor, so it cannot look for anyone.
 
@@ -166,22 +187,46 @@ class StreamWork:
     make NCCL give up the whole communicator.
     """
 
-    def __init__(self, roll: Roll, work: dist.Work) -> None:
-        self._roll, self._work = roll, work
+    def __init__(self, roll: Roll, work: dist.Work, under_way: UnderWay) -> None:
+        self._roll, self._work, self._under_way = roll, work, under_way
 
     def wait(self) -> None:
         try:
             self._work.wait()
+            self._under_way.forget_ended()
         except RuntimeError as error:
             raise self._roll.roll_call(str(error)) from error
 
 
-def _make_gloo(meeting: Rendezvous, device: Any) -> Any:
+class Addresses(Store):
+    """The store through which gloo learns the others' addresses. It gives none before all ranks listen at theirs.
+
+    gloo itself would wait for a rank that died on the way until its time is over, and nothing can interrupt it; here
+    the lost are looked for. Must live as long as the backend, which does not keep this half of it alive.
+    """
+
+    def __init__(self, store: Store, roll: Roll) -> None:
+        super().__init__()
+        self._store, self._roll = store, roll
+
+    def set(self, key: str, value: Any) -> None:
+        """Called by gloo with the address at which it listens from now on."""
+        self._store.set(key, value)
+        self._roll.compare("listening", 0)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """All of them are there: nobody has come further than `set` before everybody had."""
+
+
+def _make_gloo(meeting: Rendezvous, store: Store, device: Any) -> Any:
     options: Any = getattr(dist.ProcessGroupGloo, "_Options")()  # noqa: B009
     options._devices = [device]
-    # All have met just now, so whoever does not answer has gone again.
+    # All listen by then, so whoever does not answer has gone again.
     options._timeout = timedelta(seconds=min(meeting.timeout_seconds, _CONNECT_SECONDS))
-    gloo: Any = dist.ProcessGroupGloo(PrefixStore("gloo", meeting.store), meeting.rank, meeting.size, options)
+    gloo: Any = dist.ProcessGroupGloo(store, meeting.rank, meeting.size, options)
     # From here our own deadline comes first and can name the missing; gloo's ends what nobody waits for any more.
     gloo.set_timeout(timedelta(seconds=meeting.timeout_seconds + 60))
     return gloo
@@ -199,7 +244,26 @@ def _device(meeting: Rendezvous, processes: Sequence[Process], interface: str) -
         return dist.ProcessGroupGloo.create_device(interface=interface)
     if on_one_loopback(processes):
         return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-    return dist.ProcessGroupGloo.create_device(hostname=_own_address(meeting.store))
+    address = _address_of(meeting.interface, meeting.rank) if meeting.interface else _own_address(meeting.store)
+    if meeting.is_fixed:  # whoever joins an elastic run is replaced if it does not get through
+        check_reach(meeting, address, meeting.interface)
+    return dist.ProcessGroupGloo.create_device(hostname=address)
+
+
+def _address_of(interface: str, rank: int) -> str:
+    """The address of a network device of this machine, which somebody has named."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+    except OSError as error:
+        names = ", ".join(name for _, name in socket.if_nameindex())
+        raise UserError(
+            f"Rank {rank} cannot use the network interface {interface!r}.",
+            why=f"{error.strerror or error}; its machine has: {names}",
+            hint="set GLOO_SOCKET_IFNAME to the one that leads to the other machines, or leave it unset",
+            rank=rank,
+        ).blame(CAUSE, [rank]) from None
+    return socket.inet_ntoa(answer[20:24])
 
 
 def _own_address(store: Store) -> str:

@@ -5,6 +5,7 @@ batch begins at a 64-byte boundary in every process, as kernels may sum in anoth
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,6 +32,7 @@ class NumberColumn:
     def __init__(self, chunks: Sequence[Array], dtype: torch.dtype, to: torch.dtype | None = None) -> None:
         self._chunks = [_bits(np.ascontiguousarray(chunk)) for chunk in chunks]
         self._stops = np.cumsum([len(chunk) for chunk in chunks])
+        self._starts = np.concatenate([[0], self._stops[:-1]])
         self._dtype = dtype
         self._to = to or dtype
 
@@ -48,11 +50,16 @@ class NumberColumn:
         return rows.to(self._to)
 
     def _take_from_chunks(self, ids: Ids, out: Array) -> None:
+        """Chunk by chunk, each row once: a file of many parts has more chunks than the batch has rows in each."""
         chunk_of = np.searchsorted(self._stops, ids, side="right")
-        for number in np.unique(chunk_of):
-            here = np.flatnonzero(chunk_of == number)
-            chunk = self._chunks[number]
-            out[here] = chunk[ids[here] - (self._stops[number] - len(chunk))]
+        order = np.argsort(chunk_of, kind="stable")
+        numbers, firsts = np.unique(chunk_of[order], return_index=True)
+        rows = (ids - self._starts[chunk_of])[order]
+        sorted_out = np.empty_like(out)
+        bounds = pairwise([*firsts.tolist(), len(ids)])
+        for number, (first, stop) in zip(numbers.tolist(), bounds, strict=True):
+            self._chunks[number].take(rows[first:stop], axis=0, out=sorted_out[first:stop], mode="clip")
+        out[order] = sorted_out
 
 
 class DeviceColumn:

@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from shoal.data.columns import ColumnSource, column_source, is_array
+from shoal.data.frames_read import as_shards, shards_source
 from shoal.data.huggingface import HuggingFaceSource, check_split, huggingface_kind, huggingface_source
 from shoal.data.samples import Collate, MapSource
 from shoal.data.shuffle import Ids
@@ -33,18 +35,20 @@ class IndexedSource(Protocol):
 Source = IndexedSource | StreamSource
 
 
-def as_source(dataset: Any, *, collate: Collate | None = None) -> Source:
+def as_source(dataset: Any, *, collate: Collate | None = None, copies: Path | None = None) -> Source:
     """Recognise a dataset; raise UserError for what is none.
 
     `collate` takes a list of samples and makes a batch of them. Without it, columns are gathered as they are and
-    samples are stacked by torch's default.
+    samples are stacked by torch's default. `copies` is the folder for copies of files that have a URL.
     """
     if isinstance(dataset, (ColumnSource, HuggingFaceSource, MapSource, StreamSource)):
         return dataset
+    if (shards := as_shards(dataset)) is not None:
+        return _gathered(shards_source(shards, copies), collate)
     if isinstance(dataset, (str, os.PathLike)):
         dataset = [dataset]
     if _are_paths(dataset):
-        return _gathered(file_source(dataset), collate)
+        return _gathered(file_source(dataset, copies), collate)
     if isinstance(dataset, DataLoader):
         raise UserError(
             "The dataset is a DataLoader, which makes batches of its own.",

@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from shoal.data import cache
 from shoal.data.columns import Array, Column, ColumnSource, NumberColumn
 from shoal.data.shuffle import Ids
+from shoal.files import Url, is_url, locate
 from shoal.spec.errors import UserError
 
 _NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
@@ -36,10 +38,14 @@ class ListColumn:
         return list(self._values.take(ids).to_pylist())
 
 
-def file_source(paths: Sequence[str | os.PathLike[str]]) -> ColumnSource:
-    """The rows of one or several files, one after the other, as samples: a dict of columns."""
-    files = [file for path in paths for file in _find(os.fspath(path))]
-    tables = [_read(file) for file in files]
+def file_source(paths: Sequence[str | os.PathLike[str]], copies: Path | None = None) -> ColumnSource:
+    """The rows of one or several files, one after the other, as samples: a dict of columns.
+
+    Files that have a URL are copied to the folder `copies` first.
+    """
+    found = [file for path in paths for file in _find(os.fspath(path))]
+    files = [str(file) for file in found]
+    tables = [_read(str(file), copied(file, copies)) for file in found]
     names = _common_columns(files, tables)
     if sum(len(table) for table in tables) == 0:
         raise _empty(", ".join(files))
@@ -59,8 +65,13 @@ def _empty(files: str) -> UserError:
     )
 
 
-def table_column(name: str, parts: Sequence[Any], place: Callable[[int, int], str]) -> Column:
-    """One column of several tables. `place(part, row)` names a row, for messages."""
+def table_column(
+    name: str, parts: Sequence[Any], place: Callable[[int, int], str], doubles: torch.dtype | None = None
+) -> Column:
+    """One column of several tables. `place(part, row)` names a row, for messages.
+
+    `doubles` is what double precision becomes; without it, the default type of torch.
+    """
     arrays: list[Array | None] = []
     for number, part in enumerate(parts):
         first = 0
@@ -69,17 +80,17 @@ def table_column(name: str, parts: Sequence[Any], place: Callable[[int, int], st
             first += len(chunk)
     numbers = [array for array in arrays if array is not None]
     same_shape = len({array.shape[1:] for array in numbers}) == 1
-    return _number_column(numbers) if same_shape and len(numbers) == len(arrays) else _list_column(parts)
+    return _number_column(numbers, doubles) if same_shape and len(numbers) == len(arrays) else _list_column(parts)
 
 
 def _place_after(place: Callable[[int, int], str], part: int, first: int, row: int) -> str:
     return place(part, first + row)
 
 
-def _number_column(arrays: Sequence[Array]) -> Column:
+def _number_column(arrays: Sequence[Array], doubles: torch.dtype | None) -> Column:
     common = np.result_type(*arrays)
     dtype = torch.from_numpy(np.empty(0, common)).dtype
-    to = torch.get_default_dtype() if dtype == torch.float64 else dtype
+    to = (doubles or torch.get_default_dtype()) if dtype == torch.float64 else dtype
     return NumberColumn([array.astype(common, copy=False) for array in arrays], dtype, to)
 
 
@@ -140,7 +151,15 @@ def _common_columns(files: Sequence[str], tables: Sequence[Any]) -> list[str]:
     return names
 
 
-def _find(path: str) -> list[str]:
+def copied(file: str | Url, copies: Path | None) -> str:
+    """The path of a file; that of its copy, if it has a URL."""
+    return str(cache.fetch(file, copies or Path("~/.shoal/cache").expanduser())) if isinstance(file, Url) else file
+
+
+def _find(path: str) -> Sequence[str | Url]:
+    if is_url(path):
+        place = locate(path)
+        return cache.find(place) if isinstance(place, Url) else _find(str(place))
     path = os.path.expanduser(path)
     if os.path.isfile(path):
         return [path]
@@ -161,7 +180,8 @@ def _find(path: str) -> list[str]:
     return found
 
 
-def _read(file: str) -> Any:
+def _read(file: str, path: str) -> Any:
+    """The table in the file at `path`, which people know as `file`."""
     suffix = Path(file).suffix.lower()
     if suffix not in READERS:
         raise UserError(
@@ -178,7 +198,7 @@ def _read(file: str) -> Any:
             hint="run `pip install 'shoal[features]'`",
         ) from None
     try:
-        table = READERS[suffix](file)
+        table = READERS[suffix](path)
         table.validate()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(

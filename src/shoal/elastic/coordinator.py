@@ -94,6 +94,14 @@ class Coordinator:
         self.state, decisions = membership.resized(self.state, num_workers)
         return [*decisions, *self._settle(now)]
 
+    def roomed(self, room: int | None, now: float) -> list[Decision]:
+        """There is room for so many workers, those that run included; None is for any number."""
+        if room == self.state.room:
+            return []
+        self._advance(now)
+        self.state = membership.roomed(self.state, room)
+        return self._settle(now)
+
     def stopping(self, reason: str, now: float) -> list[Decision]:
         """Everybody shall finish the step, save and end. Nobody is replaced from now on."""
         self._advance(now)

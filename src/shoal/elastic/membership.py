@@ -59,9 +59,10 @@ class Process:
 class Membership:
     """Everything that is known.
 
-    Processes: workers 0 … `num_wanted` − 1 should be there. `asked` are being started, `due_at` says when others will
-    be. `failures` counts how often in a row a worker was lost before it took part; `losses` counts losses since the
-    last step, for each worker and (under −1) of Worlds, the last of them `lost_generation`.
+    Processes: workers 0 … `num_wanted` − 1 should be there, as far as there is `room` (None: for any number). `asked`
+    are being started, `due_at` says when others will be. `failures` counts how often in a row one was lost before
+    it took part; `losses` counts losses since the last step, for each worker and (under −1) of Worlds, the last of
+    them `lost_generation`.
 
     The World: `at_work` are the members heard of in it, `is_entered` says that all were. `is_held`: they were asked
     to stand still; `standing` are those that do, the last since `standing_since`; they say how many of them can be
@@ -75,6 +76,7 @@ class Membership:
     min_workers: int
     max_workers: int
     num_wanted: int = 0
+    room: int | None = None
     world: World | None = None
     is_entered: bool = False
     processes: Mapping[int, Process] = field(default_factory=dict)
@@ -221,6 +223,12 @@ def resized(state: Membership, num_workers: int) -> Step:
     return replace(state, num_wanted=wanted, due_at=due, reasons=(*state.reasons, f"resized to {wanted}")), [note]
 
 
+def roomed(state: Membership, room: int | None) -> Membership:
+    """Machines came or went. Whom there is no room for is wanted all the same, and is started when there is."""
+    is_first = state.world is None and state.room is None and room is not None
+    return replace(state, room=room, num_wanted=state.max_workers if is_first else state.num_wanted)
+
+
 def exited(state: Membership, worker: int, code: int, now: float, *, is_retryable: bool) -> Step:
     """The process is gone and reaped. Who was lost is replaced; who left, or was let go, is not."""
     gone = state.processes[worker]
@@ -229,7 +237,7 @@ def exited(state: Membership, worker: int, code: int, now: float, *, is_retryabl
         return state, []
     if gone.phase is Phase.LEAVING or (gone.phase is not Phase.MEMBER and worker >= state.num_wanted):
         return state, []
-    if gone.is_condemned and state.is_ending and gone.phase is not Phase.MEMBER:
+    if gone.is_condemned and state.is_ending and not (gone.phase is Phase.MEMBER and gone.is_entered):
         return state, []  # nobody needed it any more
     if code == 0 and not gone.is_condemned:
         return replace(state, is_ending=True, left=state.left | {gone.id}), []

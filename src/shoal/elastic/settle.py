@@ -40,6 +40,8 @@ def _fill(state: Membership, now: float) -> Step:
         return state, []
     missing = [worker for worker in range(state.num_wanted) if worker not in state.processes]
     due = [w for w in missing if w not in state.asked and state.due_at.get(w, now) <= now]
+    if state.room is not None:
+        due = due[: max(0, state.room - len(state.processes) - len(state.asked))]
     return replace(state, asked=state.asked | set(due)) if due else state, [Start(worker) for worker in due]
 
 
@@ -108,15 +110,20 @@ def publish(state: Membership, places: Places, now: float) -> Step:
 def _publish_fresh(state: Membership, places: Places, now: float) -> Step:
     """Nobody has a state, at the start or after all were lost: begin when everybody who is wanted is there.
 
+    Where there is no room for all of them, those there is room for begin, if they are enough.
+
     After a loss of all, processes that passed over finished calls are of no use, nor are members that never got the
-    state or gave it up: there is nothing to go on with.
+    state or gave it up: there is nothing to go on with. When others ended well there is nothing to begin, either.
     """
+    if state.world is not None and state.is_ending:
+        return state, []
     stale = [p for p in state.processes.values() if p.is_told or p.phase in (Phase.MEMBER, Phase.LEAVING)]
     if state.world is not None and stale:
         return _condemn_all(state, stale, "nobody is left who has the state of the run: all begin anew")
     wanted = range(state.num_wanted)
     present = [state.processes[worker] for worker in wanted if worker in state.processes]
-    if not present or (len(present) < len(wanted) and not state.is_ending):
+    needed = len(wanted) if state.room is None else max(state.min_workers, min(len(wanted), state.room))
+    if not present or (len(present) < needed and not state.is_ending):
         return state, []
     if any(p.phase is not Phase.READY or p.is_condemned or not places.can_join(p) for p in present):
         return state, []

@@ -1,61 +1,31 @@
-"""A function call on its way to workers and the values on their way back, through files without a name.
+"""A function call on its way to workers and the values on their way back.
 
-Pickle is used because a function cannot be sent otherwise. The bytes are written by this process or by workers it
-started itself, into memory that only they hold.
+Pickle is used because a function cannot be sent otherwise. The bytes are written by this process or by workers that
+it had started itself; on a machine they are in files without a name, between machines on a line that nobody else can
+write to.
 """
 
 import json
-import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
+from shoal.engine.engine import CALL_FD, RESULT_FD
 from shoal.spec.errors import UserError, WorkerError
 
+ENTRY = ("call", CALL_FD, RESULT_FD)
+"""What `worker.py` is to run."""
 
-class CallFiles:
-    """The descriptors of one call: one that all workers read, and one a worker for its result. Closed in the end."""
 
-    def __init__(self, payload: bytes, num_workers: int) -> None:
-        self._results: list[int] = []
-        self._payload = _memory_file("shoal-call")
-        try:
-            _write(self._payload, payload)
-            for _ in range(num_workers):
-                self._results.append(_memory_file("shoal-result"))
-        except BaseException:
-            self.close()
-            raise
-
-    def entry_of(self, rank: int) -> tuple[str, ...]:
-        """What `worker.py` is to run."""
-        return ("call", str(self._payload), str(self._results[rank]))
-
-    def fds_of(self, rank: int) -> tuple[int, ...]:
-        """What a worker must inherit."""
-        return (self._payload, self._results[rank])
-
-    def read_result(self, rank: int) -> Any:
-        """The value that the function returned on a worker that has ended well."""
-        size = os.fstat(self._results[rank]).st_size
-        try:
-            return pickle.loads(_read(self._results[rank], size))
-        except Exception as error:
-            raise WorkerError(
-                "A returned value could not be read.", why=f"{type(error).__name__}: {error}", rank=rank
-            ) from error
-
-    def close(self) -> None:
-        for fd in [self._payload, *self._results]:
-            os.close(fd)
-        self._results.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def read_result(rank: int, data: bytes | None) -> Any:
+    """The value that the function returned on a worker that has ended well."""
+    try:
+        return pickle.loads(data or b"")
+    except Exception as error:
+        raise WorkerError(
+            "A returned value could not be read.", why=f"{type(error).__name__}: {error}", rank=rank
+        ) from error
 
 
 def pack_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
@@ -79,26 +49,3 @@ def _pickle_call(function: Callable[..., Any], call: tuple[Any, ...]) -> bytes:
 
 def name_of(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
-
-
-def _memory_file(name: str) -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(name)
-    import tempfile
-
-    # Has no name from the start, or loses it before anyone can use it.
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
-def _write(fd: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(fd, rest) :]
-
-
-def _read(fd: int, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        data += os.pread(fd, size - len(data), len(data))
-    return bytes(data)

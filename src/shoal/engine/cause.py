@@ -60,7 +60,8 @@ class Evidence:
 class Failure:
     """One worker's failure, or with `rank` None that of the run as a whole.
 
-    `exit_code` is what a shell would show: 128 + N for a death by signal N.
+    `exit_code` is what a shell would show: 128 + N for a death by signal N. `cause` is the word for what is at fault,
+    where the error says so, or the way it ended does; `ranks` are then those who did it.
     """
 
     rank: int | None
@@ -74,6 +75,8 @@ class Failure:
     traceback: str = ""
     is_lost_peer: bool = False
     has_exited: bool = True
+    cause: str = ""
+    ranks: tuple[int, ...] = ()
 
 
 def find_failures(evidence: Evidence) -> list[Failure]:
@@ -148,6 +151,8 @@ def failure_of(event: Event, end: WorkerExit | None = None) -> Failure:
         traceback=str(data.get("traceback") or ""),
         is_lost_peer=looks_like_lost_peer(kind, message),
         has_exited=end is not None,
+        cause=str(data.get("cause") or ""),
+        ranks=tuple(rank for rank in data.get("ranks") or () if isinstance(rank, int)),
     )
 
 
@@ -191,6 +196,7 @@ def _from_exit(end: WorkerExit, evidence: Evidence) -> Failure:
     facts: dict[str, Any] = {}
     facts |= _of_signal(-end.code, evidence.memory_kills) if end.code < 0 else _of_code(end.code, tail)
     where = _fault_place(tail).removeprefix(f"{evidence.working_dir}/")
+    facts["cause"] = "dead"
     return Failure(rank=end.rank, time=end.time, exit_code=shell_code(end.code), where=where, **facts)
 
 

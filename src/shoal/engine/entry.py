@@ -5,11 +5,9 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 
-from shoal.engine.engine import CONTROL_FD, WORLD_FD
+from shoal.engine.engine import CONTROL_FD, PYTHON, WORKER_FILE, WORLD_FD
 from shoal.spec.errors import UserError
 from shoal.spec.job import Job
-
-WORKER_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
 
 
 def entry_of(job: Job) -> tuple[str, ...]:
@@ -45,9 +43,9 @@ def stacks_file(run_dir: str, rank: int) -> str:
 
 
 def find_python(name: str | None) -> str:
-    """The full path of the interpreter for workers: ours, or the one the user named."""
+    """The interpreter for workers: the engine's own on their machine, or the full path of the one the user named."""
     if name is None:
-        return sys.executable
+        return PYTHON
     from shutil import which
 
     found = which(name)

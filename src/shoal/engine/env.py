@@ -7,30 +7,29 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.spec.errors import UserError
-from shoal.spec.job import Job
+from shoal.spec.job import Job, Seat
 
 LOCAL_ADDR = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What is the same for every worker of a run on this machine.
+    """What is the same for every worker of a run.
 
-    `worker_ports` holds one port a worker, for frameworks in which every worker listens; else it is empty.
-    `cores` is what all workers share. `min_workers` is None for a run that ends with the first failure; of an elastic
-    one `num_workers` is the largest number, and stays the same for the whole run.
+    Rank 0 hosts its store at `master_addr` and `master_port`. `worker_addresses` holds one `host:port` a worker, for
+    frameworks in which every worker listens. `min_workers` is None for a run that ends with the first failure; of an
+    elastic one `num_workers` is the largest number, and stays the same for the whole run.
     """
 
     name: str
     dir: str
     num_workers: int
-    master_port: int
-    cores: int
-    worker_ports: tuple[int, ...] = ()
+    master_addr: str = LOCAL_ADDR
+    master_port: int = 0
+    worker_addresses: tuple[str, ...] = ()
     generation: int = 0
     min_workers: int | None = None
     is_resumed: bool = False
-    has_tensorboard: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +42,8 @@ class WorkerFacts:
 
     `is_elastic`: the number of workers may change while it runs, and `world_fd` is where the launcher says so, in
     lines of JSON; an end of file there means that it is gone. `incarnation` counts the processes that had this rank
-    before; `rank` and `world_size` are then the worker's number and the largest number of workers.
+    before; `rank` and `world_size` are then the worker's number and the largest number of workers. `address` is where
+    other machines of the run reach this one, through the device `interface`.
     """
 
     rank: int = 0
@@ -52,6 +52,8 @@ class WorkerFacts:
     local_world_size: int = 1
     group_rank: int = 0
     num_nodes: int = 1
+    address: str = LOCAL_ADDR
+    interface: str = ""
     master_addr: str = LOCAL_ADDR
     master_port: int = 0
     run_name: str | None = None
@@ -85,6 +87,8 @@ def read_worker(env: Mapping[str, str] | None = None) -> WorkerFacts:
         local_world_size=local_world_size,
         group_rank=_int(env, "GROUP_RANK", 0),
         num_nodes=_int(env, "GROUP_WORLD_SIZE", max(1, world_size // max(1, local_world_size))),
+        address=env.get("SHOAL_ADDRESS", LOCAL_ADDR),
+        interface=env.get("GLOO_SOCKET_IFNAME", "").split(",")[0],
         master_addr=env.get("MASTER_ADDR", LOCAL_ADDR),
         master_port=_int(env, "MASTER_PORT", 0),
         run_name=env.get("SHOAL_RUN_NAME"),
@@ -123,43 +127,56 @@ def _options(text: str) -> dict[str, str]:
     return {str(key): str(value) for key, value in options.items()}
 
 
-def worker_env(
-    job: Job, rank: int, run: RunFacts, inherited: Mapping[str, str], incarnation: int = 0
-) -> dict[str, str]:
-    """The whole environment of one worker.
+def worker_layers(
+    job: Job, rank: int, run: RunFacts, seat: Seat, incarnation: int = 0
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The environment of one worker: what lies under that of its machine, and what lies over it.
 
-    What the user set wins over our defaults, the facts of this run win over what an outer launcher left behind, and
-    `--env` wins over everything.
+    What the user set there wins over our defaults, the facts of this run win over what an outer launcher left behind,
+    and `--env` wins over everything.
     """
-    env = {**inherited}
-    for name, value in {**_defaults(), **_threads(job, run, {**inherited, **job.env})}.items():
-        env.setdefault(name, value)
-    if job.threads_per_worker:
-        env |= _thread_variables(job.threads_per_worker)
-    env |= _torchrun(rank, run) | _shoal(job, run) | {"SHOAL_INCARNATION": str(incarnation)}
+    threads = max(1, seat.cores // max(1, seat.num_local))
+    defaults = {**_defaults(seat), "OMP_NUM_THREADS": str(threads)}
+    env = _thread_variables(job.threads_per_worker) if job.threads_per_worker else {}
+    env |= _torchrun(rank, run, seat) | _shoal(job, run) | {"SHOAL_INCARNATION": str(incarnation)}
+    if seat.gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(seat.gpus)
     if job.framework == "tensorflow":
-        env["TF_CONFIG"] = tf_config(rank, run.worker_ports)
-    return {**env, **job.env}
+        env["TF_CONFIG"] = tf_config(rank, run.worker_addresses)
+    if job.framework == "jax":
+        env |= _jax(rank, run, seat)
+    return defaults, {**env, **job.env}
 
 
-def task_env(job: Job, worker: int, run: RunFacts, inherited: Mapping[str, str], incarnation: int) -> dict[str, str]:
+def worker_env(
+    job: Job, rank: int, run: RunFacts, seat: Seat, inherited: Mapping[str, str], incarnation: int = 0
+) -> dict[str, str]:
+    """The whole environment of one worker, on a machine with that environment."""
+    defaults, env = worker_layers(job, rank, run, seat, incarnation)
+    return {**defaults, **inherited, **env}
+
+
+def task_env(
+    job: Job, worker: int, run: RunFacts, seat: Seat, inherited: Mapping[str, str], incarnation: int
+) -> dict[str, str]:
     """The whole environment of a worker of `shoal.map`.
 
     It is on its own: nothing in it tells of a group that it could meet, and a Trainer in it is a run of one. Only
     SHOAL_WORKER says which worker it is.
     """
-    env = worker_env(job, worker, run, inherited, incarnation)
-    for name in {*_torchrun(worker, run), *_shoal(job, run), "TF_CONFIG"} - {*job.env}:
+    env = worker_env(job, worker, run, seat, inherited, incarnation)
+    told = {*_torchrun(worker, run, seat), *_shoal(job, run), *_jax(worker, run, seat), "TF_CONFIG"}
+    for name in told - {*job.env}:
         env.pop(name, None)
     return {"SHOAL_WORKER": str(worker), **env}
 
 
-def _defaults() -> dict[str, str]:
+def _defaults(seat: Seat) -> dict[str, str]:
     return {
         "PYTHONUNBUFFERED": "1",
-        # All workers are on this host. Without it gloo resolves the host's name, which may lead nowhere.
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TP_SOCKET_IFNAME": "lo",
+        # The device towards the other workers. Without it gloo resolves the host's name, which may lead nowhere.
+        "GLOO_SOCKET_IFNAME": seat.interface,
+        "TP_SOCKET_IFNAME": seat.interface,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         # Activations are freed and taken again in every step. Left alone, glibc gives their pages back to the system
         # each time, and taking them again cost a CNN a tenth of its step in page faults. 32 MiB is glibc's limit.
@@ -168,30 +185,31 @@ def _defaults() -> dict[str, str]:
     }
 
 
-def _threads(job: Job, run: RunFacts, set_by_user: Mapping[str, str]) -> dict[str, str]:
-    # A user who set OMP_NUM_THREADS has MKL follow it, as without a launcher.
-    if "OMP_NUM_THREADS" in set_by_user:
-        return {}
-    return _thread_variables(max(1, run.cores // run.num_workers))
-
-
 def _thread_variables(num_threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
 
 
-def _torchrun(rank: int, run: RunFacts) -> dict[str, str]:
+def rank_variables(rank: int, size: int, seat: Seat, master_addr: str, master_port: int) -> dict[str, str]:
+    """The variables in which torchrun says who a process is, and our own for where it is."""
     facts: dict[str, Any] = {
         "RANK": rank,
-        "LOCAL_RANK": rank,
-        "GROUP_RANK": 0,
+        "LOCAL_RANK": seat.local_rank,
+        "GROUP_RANK": seat.node_rank,
         "ROLE_RANK": rank,
         "ROLE_NAME": "default",
-        "WORLD_SIZE": run.num_workers,
-        "LOCAL_WORLD_SIZE": run.num_workers,
-        "GROUP_WORLD_SIZE": 1,
-        "ROLE_WORLD_SIZE": run.num_workers,
-        "MASTER_ADDR": LOCAL_ADDR,
-        "MASTER_PORT": run.master_port,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": seat.num_local,
+        "GROUP_WORLD_SIZE": seat.num_nodes,
+        "ROLE_WORLD_SIZE": size,
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": master_port,
+        "SHOAL_ADDRESS": seat.address,
+    }
+    return {name: str(value) for name, value in facts.items()}
+
+
+def _torchrun(rank: int, run: RunFacts, seat: Seat) -> dict[str, str]:
+    facts: dict[str, Any] = {
         "TORCHELASTIC_RUN_ID": run.name,
         "TORCHELASTIC_RESTART_COUNT": run.generation,
         "TORCHELASTIC_MAX_RESTARTS": 0,
@@ -199,7 +217,8 @@ def _torchrun(rank: int, run: RunFacts) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": False,
         "TORCHELASTIC_ERROR_FILE": os.path.join(run.dir, "logs", f"{rank}.error.json"),
     }
-    return {name: str(value) for name, value in facts.items()}
+    known = rank_variables(rank, run.num_workers, seat, run.master_addr, run.master_port)
+    return known | {name: str(value) for name, value in facts.items()}
 
 
 def _shoal(job: Job, run: RunFacts) -> dict[str, str]:
@@ -212,10 +231,64 @@ def _shoal(job: Job, run: RunFacts) -> dict[str, str]:
     }
 
 
-def tf_config(rank: int, worker_ports: tuple[int, ...]) -> str:
+def tf_config(rank: int, addresses: tuple[str, ...]) -> str:
     """The value of TF_CONFIG: every worker's address, and which of them this one is."""
-    addresses = [f"{LOCAL_ADDR}:{port}" for port in worker_ports]
     return json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}})
+
+
+def _jax(rank: int, run: RunFacts, seat: Seat) -> dict[str, str]:
+    """What `jax.distributed.initialize()` looks for, and what scripts that call it with arguments read.
+
+    JAX has a variable for the address of process 0 only. The rest it takes from Slurm or from Open MPI, which it
+    asks first: so it is told by the names of the latter. Of `orte_hnp_uri` it only matters that it is there.
+    """
+    address = run.worker_addresses[0] if run.worker_addresses else ""
+    facts: dict[str, Any] = {
+        "JAX_COORDINATOR_ADDRESS": address,
+        # Left alone, process 0 listens on all networks of its machine.
+        "JAX_COORDINATOR_BIND_ADDRESS": address,
+        "JAX_NUM_PROCESSES": run.num_workers,
+        "JAX_PROCESS_ID": rank,
+        "OMPI_MCA_orte_hnp_uri": address,
+        "OMPI_COMM_WORLD_SIZE": run.num_workers,
+        "OMPI_COMM_WORLD_RANK": rank,
+        "OMPI_COMM_WORLD_LOCAL_RANK": seat.local_rank,
+    }
+    return {name: str(value) for name, value in facts.items()}
+
+
+def given_gpus() -> tuple[str, ...]:
+    """The GPUs that whoever started this process has given to it; empty where nothing was said."""
+    return tuple(part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip())
+
+
+def leave_ray() -> None:
+    """Forget that Ray started this process: a `breakpoint()` of a worker would wait for Ray's own debugger."""
+    if os.environ.get("PYTHONBREAKPOINT", "").startswith("ray."):
+        del os.environ["PYTHONBREAKPOINT"]
+
+
+def leave_mpirun() -> None:
+    """Forget that mpirun started this process: workers would all take its rank for theirs, and MPI would end them."""
+    for name in [name for name in os.environ if name.startswith(("OMPI_", "PMIX_"))]:
+        del os.environ[name]
+
+
+def set_defaults(values: Mapping[str, str]) -> None:
+    """Set variables of this process that nobody has set: for libraries that read them when they are imported."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+
+
+def set_all(values: Mapping[str, str]) -> None:
+    """Set variables of this process, whatever they were."""
+    os.environ.update(values)
+
+
+def has_ray_token() -> bool:
+    """Whether there is a secret that Ray's clusters may want, where Ray looks for it."""
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH") or os.path.join(os.path.expanduser("~"), ".ray", "auth_token")
+    return bool(os.environ.get("RAY_AUTH_TOKEN")) or os.path.isfile(path)
 
 
 def inherited_env() -> dict[str, str]:
@@ -223,9 +296,19 @@ def inherited_env() -> dict[str, str]:
     return dict(os.environ)
 
 
+def terminal() -> tuple[str, bool]:
+    """What kind of terminal there is, as TERM names it, and whether it may show colours (https://no-color.org)."""
+    return os.environ.get("TERM", ""), not os.environ.get("NO_COLOR")
+
+
 def shoal_home() -> str:
     """The folder for runs and settings: SHOAL_HOME, or `~/.shoal`."""
     return os.path.abspath(os.environ.get("SHOAL_HOME") or os.path.join(os.path.expanduser("~"), ".shoal"))
+
+
+def has_display() -> bool:
+    """Whether a browser would open a window here; over ssh it would open nothing, or take the terminal."""
+    return any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 
 def is_loading_call() -> bool:

@@ -1,8 +1,11 @@
 """A process that outlives a killed launcher just long enough to end its workers.
 
-Run as `python -I -S guard.py LAUNCHER_PID` with a pipe as stdin, on which the launcher writes `+PGID` and `-PGID`
-lines for the process groups of its workers. When the pipe ends or the launcher is gone, the groups that are left are
-told to end, and killed 1.2 s later. Imports nothing of shoal: it starts in 10 ms and holds nothing but the pipe.
+Run as `python -I -S guard.py LAUNCHER_PID [SECONDS [LEASE]]` with a pipe as stdin, on which the launcher writes
+`+PGID` and `-PGID` lines for the process groups of its workers. When the pipe ends or the launcher is gone, the
+groups that are left are told to end, and killed 1.2 s later, or after so many seconds. With a lease so are those of a
+launcher that has written nothing, not even an empty line, for so long: it is stopped, and nobody can reach its
+workers. Imports nothing of shoal: it starts in 10 ms and holds nothing but the pipe, and descriptors whose other end
+shall not be told that the launcher is gone before its workers are.
 """
 
 import os
@@ -12,40 +15,48 @@ import time
 
 TERM_SECONDS = 1.2
 CLEANUP_SECONDS = 0.2
+LOOK_SECONDS = 0.25
 # Plain numbers, because importing `signal` would triple the time to start.
 SIGKILL, SIGTERM, SIGCONT = 9, 15, 18
 
 
-def watch(fd: int, launcher: int) -> set[int]:
-    """Wait until the launcher has died; returns the process groups it left behind."""
+def watch(fd: int, launcher: int, lease: float) -> set[int]:
+    """Wait until the launcher has died, or was silent for too long; returns the process groups it left behind."""
     groups: set[int] = set()
-    rest = b""
-    while os.getppid() == launcher:
+    rest, num_silent = b"", 0
+    while True:
         # A process that the launcher forked may hold the other end of the pipe open; hence the look at the parent.
-        if not select.select([fd], [], [], 0.25)[0]:
+        # It may have died before we began: what it wrote is there. Looks are counted, not seconds: when all of this
+        # machine stands still, nobody is silent.
+        is_alone = os.getppid() != launcher or num_silent * LOOK_SECONDS >= lease
+        if not select.select([fd], [], [], 0.0 if is_alone else LOOK_SECONDS)[0]:
+            if is_alone:
+                break
+            num_silent += 1
             continue
-        data = os.read(fd, 4096)
+        data, num_silent = os.read(fd, 4096), 0
         if not data:
             break
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"+"):
                 groups.add(int(line[1:]))
-            else:
+            elif line:
                 groups.discard(int(line[1:]))
     return groups
 
 
-def end(groups: set[int]) -> None:
+def end(groups: set[int], term_seconds: float = TERM_SECONDS) -> None:
     """Tell process groups to end; kill their leaders after a while, and everyone else a moment later.
 
     Leaders first, because helpers in their groups (multiprocessing's resource tracker) remove shared memory once
     the leader is gone.
     """
-    for group in groups:
-        signal_group(group, SIGTERM)
-        signal_group(group, SIGCONT)
-    wait(groups, TERM_SECONDS)
+    if term_seconds > 0:
+        for group in groups:
+            signal_group(group, SIGTERM)
+            signal_group(group, SIGCONT)
+        wait(groups, term_seconds)
     for group in groups:
         kill(group)
     wait(groups, CLEANUP_SECONDS)
@@ -99,4 +110,5 @@ def signal_group(group: int, number: int) -> bool:
 
 
 if __name__ == "__main__":
-    end(watch(0, int(sys.argv[1])))
+    grace, lease = [*map(float, sys.argv[2:]), *(TERM_SECONDS, float("inf"))[len(sys.argv) - 2 :]]
+    end(watch(0, int(sys.argv[1]), lease), grace)

@@ -5,18 +5,29 @@ import os
 import selectors
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
-from shoal.engine.engine import CONTROL_FD, WORLD_FD
+from shoal.engine.engine import CALL_FD, CONTROL_FD, PYTHON, RESULT_FD, WORKER_FILE, WORLD_FD, Listener, ignore
+from shoal.engine.env import inherited_env
 from shoal.engine.guard import is_group_alive, signal_group
+from shoal.engine.log import Log
+from shoal.engine.machine import available_cores
+from shoal.engine.nameless import make_file, read_file
 from shoal.engine.nursery import Spare, has_room
 from shoal.engine.outbox import Outbox
+from shoal.engine.ports import ReservedPorts
 from shoal.engine.processes import open_pid_fd, start_guard
+from shoal.engine.sampler import SAMPLE_SECONDS, Sampler
 from shoal.spec.errors import UserError
-from shoal.spec.job import WorkerExit, WorkerSpec
+from shoal.spec.job import Seat, WorkerExit, WorkerSpec
+
+if TYPE_CHECKING:
+    from shoal.engine.stacks import Stack
 
 READ_BYTES = 1 << 16
 PIPE_BYTES = 1 << 18
@@ -27,37 +38,19 @@ KILL_SECONDS = 1.0
 _F_SETPIPE_SZ = 1031
 
 
-def _ignore(*_: object) -> None:
-    pass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listener:
-    """Who is told what workers do. Called from within `poll` and `stop`, in order for each rank.
-
-    output: raw bytes of a worker, cut anywhere. control: one line of its control channel, whatever is in it.
-    problem: something that went wrong without ending the run, such as a log that cannot be written.
-    """
-
-    output: Callable[[int, bytes], None] = _ignore
-    control: Callable[[int, bytes], None] = _ignore
-    problem: Callable[[str], None] = _ignore
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Worker:
     """One process and the descriptors that lead to it; -1 is a closed one. Its pid is also its process group."""
 
     rank: int
-    log_path: str
     process: subprocess.Popen[bytes]
     output_fd: int
     control_fd: int
-    log_fd: int
+    log: Log
     outbox: Outbox | None = None
+    result_fd: int = -1
     pid_fd: int = -1
     control_rest: bytes = b""
-    is_log_broken: bool = False
     is_told_later: bool = False
     linger_until: float | None = None
 
@@ -78,10 +71,16 @@ class LocalEngine:
         stdin_fd: int | None = None,
         inherit_fds: Mapping[int, Sequence[int]] | None = None,
         wake_fds: Sequence[int] = (),
+        orphan_seconds: float | None = None,
+        lease_seconds: float | None = None,
+        held_fds: Sequence[int] = (),
     ) -> None:
         """`stdin_fd` becomes the input of rank 0, others read nothing. `inherit_fds` are kept open, by rank.
 
-        When one of `wake_fds` becomes readable, `poll` returns early; whoever gave it reads it.
+        When one of `wake_fds` becomes readable, `poll` returns early; whoever gave it reads it. `orphan_seconds` is
+        what workers get to end in where this process was killed, if not what the guard gives them. With
+        `lease_seconds` they are also ended where this process has not called `beat` for so long. If this process is
+        killed, `held_fds` stay open until its workers are dead.
         """
         self._listener = listener or Listener()
         self._stdin_fd = stdin_fd
@@ -94,13 +93,39 @@ class LocalEngine:
         self._guard: subprocess.Popen[bytes] | None = None
         self._spare: Spare | None = None
         self._is_input_taken = False
+        self._call: tuple[bytes, int] | None = None
+        self._orphan_seconds, self._lease_seconds, self._held_fds = orphan_seconds, lease_seconds, held_fds
+        self._seats: dict[int, Seat] = {}
+        self._ports: list[ReservedPorts] = []
+        self._sampler = Sampler(os.uname().nodename) if self._listener.system is not ignore else None
+        self._sample_due = 0.0
+        self._folder = "."
+
+    def seat(self, ranks: Sequence[int], least: int) -> Mapping[int, Seat]:
+        if new := [rank for rank in ranks if rank not in self._seats]:
+            self._ports.append(ReservedPorts(2 * len(new)))
+            numbers, cores = self._ports[-1].numbers, available_cores()
+            for place, rank in enumerate(new):
+                self._seats[rank] = Seat(
+                    store_port=numbers[2 * place],
+                    worker_port=numbers[2 * place + 1],
+                    local_rank=rank,
+                    num_local=len(ranks),
+                    cores=cores,
+                )
+        return {rank: self._seats[rank] for rank in ranks}
+
+    @property
+    def room(self) -> int | None:
+        return None
 
     def start(self, workers: Sequence[WorkerSpec]) -> None:
         others = list(self._running)
         self._open()
+        self._folder = next((_folder_of(spec) for spec in workers), self._folder)
         try:
             for spec in workers:
-                self._running.append(self._spawn(spec))
+                self._running.append(self._spawn(fit(spec)))
             # Last, so that no worker waits for it.
             self._have_guarded([worker.process.pid for worker in self._running if worker not in others])
         except BaseException:
@@ -149,17 +174,27 @@ class LocalEngine:
         if self._spare is not None or not self._running or not has_room():
             return False
         with contextlib.suppress(OSError):
-            self._spare = Spare(spec)
+            self._spare = Spare(fit(spec))
             self._tell_guard(f"+{self._spare.process.pid}\n")
         return self._spare is not None
 
     @property
     def pids(self) -> dict[int, int]:
-        """The processes that run now, by rank."""
         return {worker.rank: worker.process.pid for worker in self._running}
 
+    def take_stacks(self, run_dir: str, reason: str, working_dir: str) -> "dict[int, Stack]":
+        from shoal.engine.stacks import take_stacks
+
+        return take_stacks(run_dir, self.pids, reason, working_dir)
+
+    def close(self) -> None:
+        self._close()
+        for ports in self._ports:
+            ports.close()
+        self._ports.clear()
+        self._seats.clear()
+
     def signal(self, number: int, rank: int | None = None) -> None:
-        """Send a signal to all workers and all they started, or to one of them."""
         for worker in [*self._running, *self._lingering]:
             if rank is None or worker.rank == rank:
                 signal_group(worker.process.pid, number)
@@ -171,49 +206,76 @@ class LocalEngine:
         if self._selector is None:
             self._selector = selectors.DefaultSelector()
             for fd in self._wake_fds:
-                self._selector.register(fd, selectors.EVENT_READ, _ignore)
+                self._selector.register(fd, selectors.EVENT_READ, ignore)
 
     def _have_guarded(self, groups: Sequence[int]) -> None:
+        if self._guard is not None and self._guard.poll() is not None:  # it took us for dead
+            self._guard.communicate()
+            self._guard = None
         if self._guard is None:
-            self._guard = start_guard(groups)
+            self._guard = start_guard(groups, self._orphan_seconds, self._lease_seconds, self._held_fds)
         else:
             self._tell_guard("".join(f"+{group}\n" for group in groups))
 
     def _spawn(self, spec: WorkerSpec) -> _Worker:
         opened: list[int] = []
+        call_fds: tuple[int, ...] = ()
+        log: Log | None = None
         try:
-            opened.append(os.open(spec.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644))
+            log = Log(spec.log_path, self._listener.problem)
+            if spec.call is not None:
+                call_fds = (self._call_file(spec.call), make_file("shoal-result"))
             opened.extend(os.pipe())
             opened.extend(os.pipe())
             if WORLD_FD in spec.command:
                 opened.extend(os.pipe())
-            log_fd, output_fd, output_end, control_fd, control_end, *world = opened
-            process = self._execute(spec, output_end, control_end, *world[:1])
-        except OSError as error:
-            _close_all(opened)
-            raise _cannot_start(spec, error) from error
-        except BaseException:
-            _close_all(opened)
+            output_fd, output_end, control_fd, control_end, *world = opened
+            process = self._execute(spec, output_end, control_end, *world[:1], call_fds=call_fds)
+        except BaseException as error:
+            _close_all([*opened, *call_fds[1:]])
+            if log is not None:
+                log.close()
+            if isinstance(error, OSError):
+                raise _cannot_start(spec, error) from error
             raise
         _close_all([output_end, control_end, *world[:1]])
         worker = _Worker(
             rank=spec.rank,
-            log_path=spec.log_path,
             process=process,
             output_fd=output_fd,
             control_fd=control_fd,
-            log_fd=log_fd,
+            log=log,
             outbox=Outbox(world[1]) if world else None,
+            result_fd=call_fds[1] if call_fds else -1,
             pid_fd=open_pid_fd(process.pid),
         )
         self._watch(worker)
         return worker
 
+    def _call_file(self, call: bytes) -> int:
+        """A file that all workers read which make this call."""
+        if self._call is None or self._call[0] is not call:
+            self._forget_call()
+            self._call = (call, make_file("shoal-call", call))
+        return self._call[1]
+
+    def _forget_call(self) -> None:
+        if self._call is not None:
+            os.close(self._call[1])
+            self._call = None
+
     def _execute(
-        self, spec: WorkerSpec, output_end: int, control_end: int, world_end: int = -1
+        self,
+        spec: WorkerSpec,
+        output_end: int,
+        control_end: int,
+        world_end: int = -1,
+        *,
+        call_fds: tuple[int, ...],
     ) -> subprocess.Popen[bytes]:
         _enlarge(output_end)
-        if self._spare is not None and self._spare.fits(spec) and spec.rank not in self._inherit_fds:
+        is_plain = not call_fds and spec.rank not in self._inherit_fds
+        if self._spare is not None and self._spare.fits(spec) and is_plain:
             spare, self._spare = self._spare, None
             with open(os.devnull, "rb") as nothing:
                 process = spare.become(spec, (nothing.fileno(), output_end, control_end, world_end))
@@ -223,6 +285,7 @@ class LocalEngine:
         has_input = spec.rank == 0 and self._stdin_fd is not None and not self._is_input_taken
         self._is_input_taken |= has_input
         numbers = {CONTROL_FD: str(control_end), WORLD_FD: str(world_end)}
+        numbers |= dict(zip((CALL_FD, RESULT_FD), map(str, call_fds), strict=False))
         passed = (control_end, world_end) if world_end >= 0 else (control_end,)
         return subprocess.Popen(
             [numbers.get(part, part) for part in spec.command],
@@ -231,7 +294,7 @@ class LocalEngine:
             stderr=output_end,
             env=dict(spec.env),
             cwd=spec.working_dir,
-            pass_fds=(*passed, *self._inherit_fds.get(spec.rank, ())),
+            pass_fds=(*passed, *call_fds, *self._inherit_fds.get(spec.rank, ())),
             start_new_session=True,
         )
 
@@ -241,19 +304,33 @@ class LocalEngine:
             os.set_blocking(fd, False)
             self._selector.register(fd, selectors.EVENT_READ, partial(read, worker))
         if worker.pid_fd >= 0:
-            self._selector.register(worker.pid_fd, selectors.EVENT_READ, _ignore)
+            self._selector.register(worker.pid_fd, selectors.EVENT_READ, ignore)
 
     def _wait(self, timeout_seconds: float) -> None:
+        if self._selector is None and self._wake_fds:
+            self._open()  # somebody may want to wake us before there is a worker
         if self._selector is None:
             return
         if self._lingering or any(worker.pid_fd < 0 for worker in self._running):
             timeout_seconds = min(timeout_seconds, 0.02)
+        if self._sampler is not None:
+            timeout_seconds = min(timeout_seconds, self._look_at_machine(self._sampler))
         for key, _ in self._selector.select(max(0.0, timeout_seconds)):
             key.data()
         for worker in [worker for worker in self._running if worker.process.poll() is not None]:
             self._retire(worker)
         for worker in list(self._lingering):
             self._let_go(worker)
+
+    def _look_at_machine(self, sampler: Sampler) -> float:
+        """Take a sample if it is time for one; returns how long it is until the next."""
+        clock = time.monotonic()
+        if clock >= self._sample_due and self._running:
+            self._sample_due = max(clock, self._sample_due + SAMPLE_SECONDS)
+            sample = sampler.sample(self.pids, self._folder, time.time(), clock)
+            if sample is not None:
+                self._listener.system(sample)
+        return max(0.01, self._sample_due - clock) if self._running else SAMPLE_SECONDS
 
     def _wait_for_end(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -270,21 +347,9 @@ class LocalEngine:
             self._unwatch(worker.output_fd)
             worker.output_fd = -1
             return False
-        self._log(worker, data)
+        worker.log.write(data)
         self._listener.output(worker.rank, data)
         return True
-
-    def _log(self, worker: _Worker, data: bytes) -> None:
-        rest = memoryview(data)
-        try:
-            while rest:
-                rest = rest[os.write(worker.log_fd, rest) :]
-        except OSError as error:
-            if not worker.is_log_broken:
-                worker.is_log_broken = True
-                self._listener.problem(
-                    f"cannot write {worker.log_path}: {error.strerror}. The run goes on; output is shown, not kept."
-                )
 
     def _read_control(self, worker: _Worker) -> bool:
         try:
@@ -320,7 +385,11 @@ class LocalEngine:
                     break
         self._running.remove(worker)
         self._hang_up(worker)
-        self._exits.append(WorkerExit(rank=worker.rank, code=worker.process.returncode, time=time.time()))
+        code, result = worker.process.returncode, None
+        if worker.result_fd >= 0:
+            result = read_file(worker.result_fd) if code == 0 else None
+            os.close(worker.result_fd)
+        self._exits.append(WorkerExit(rank=worker.rank, code=code, time=time.time(), result=result))
         if signal_group(worker.process.pid, signal.SIGTERM):
             signal_group(worker.process.pid, signal.SIGCONT)
         worker.linger_until = time.monotonic() + LINGER_SECONDS
@@ -344,13 +413,17 @@ class LocalEngine:
         self._tell_guard(f"-{worker.process.pid}\n")
         for fd in (worker.output_fd, worker.control_fd, worker.pid_fd):
             self._unwatch(fd)
-        _close_all([worker.log_fd])
+        worker.log.close()
 
     def _unwatch(self, fd: int) -> None:
         if fd >= 0:
             assert self._selector is not None
             self._selector.unregister(fd)
             os.close(fd)
+
+    def beat(self) -> None:
+        """Let the guard know that this process is not stopped."""
+        self._tell_guard("\n")
 
     def _tell_guard(self, line: str) -> None:
         if self._guard is not None and self._guard.stdin is not None:
@@ -360,6 +433,7 @@ class LocalEngine:
     def _close(self) -> None:
         while self._lingering:
             self._wait(0.02)
+        self._forget_call()
         if self._spare is not None:
             self._spare.close()
             self._spare = None
@@ -370,6 +444,21 @@ class LocalEngine:
         if self._selector is not None:
             self._selector.close()
             self._selector = None
+
+
+def fit(spec: WorkerSpec) -> WorkerSpec:
+    """A worker as it is started on this machine: with its interpreter, and in its environment."""
+    worker_file = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
+    places = {PYTHON: sys.executable, WORKER_FILE: worker_file}
+    env = spec.env if spec.defaults is None else {**spec.defaults, **inherited_env(), **spec.env}
+    command = (*(places.get(part, part) for part in spec.command[:2]), *spec.command[2:])
+    return replace(spec, command=command, env=env, defaults=None)
+
+
+def _folder_of(spec: WorkerSpec) -> str:
+    """Where a worker's run is kept, if that is on this machine; else where it works."""
+    folder = spec.env.get("SHOAL_RUN_DIR", "")
+    return folder if os.path.isdir(folder) else spec.working_dir
 
 
 def _cannot_start(spec: WorkerSpec, error: OSError) -> UserError:

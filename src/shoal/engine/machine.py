@@ -5,7 +5,10 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from shoal.spec.errors import UserError
+
 _UNLIMITED = 1 << 60
+_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,6 +17,36 @@ class OutOfMemoryKills:
 
     cgroup: int = 0
     machine: int = 0
+
+
+def interfaces() -> dict[str, str]:
+    """The IPv4 addresses of this machine but loopback, each with its network device."""
+    import fcntl
+    import socket
+    import struct
+
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # a device without an address
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found[socket.inet_ntoa(answer[20:24])] = name
+    return {address: name for address, name in found.items() if not address.startswith("127.")}
+
+
+def route_to(host: str) -> str:
+    """The address at which `host` sees this machine. Nothing is sent: connecting a datagram socket is enough."""
+    import socket
+
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise UserError(
+            f"There is no way to the host {host!r}.", why=error.strerror or str(error), hint="check its name"
+        ) from error
 
 
 def available_cores(root: str = "/", affinity: int | None = None) -> int:
@@ -121,6 +154,20 @@ def _free_in(folder: str, limit_name: str, usage_name: str, cache_name: str) -> 
     return int(limit) - int(usage) + cache
 
 
+def free_memory_of(root: str = "/") -> tuple[int, int] | None:
+    """The tightest limit of memory that somebody has set for this process, and what is free of it."""
+    found = []
+    for folder in _cgroups(root, "memory"):
+        for limit, *rest in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            free = _free_in(folder, limit, *rest)
+            if free is not None:
+                found.append((int(_read(f"{folder}/{limit}")), max(0, free)))
+    return min(found, default=None)
+
+
 def out_of_memory_kills(root: str = "/") -> OutOfMemoryKills:
     """Counters to compare before and after a worker was killed."""
     counts = [0]
@@ -131,11 +178,15 @@ def out_of_memory_kills(root: str = "/") -> OutOfMemoryKills:
 
 
 def _cgroups(root: str, controller: str) -> Iterator[str]:
-    """Folders of the cgroups this process is in, innermost first, then their parents: any of them may set a limit.
+    return cgroups_of(root, "self", controller)
+
+
+def cgroups_of(root: str, pid: int | str, controller: str) -> Iterator[str]:
+    """Folders of the cgroups a process is in, innermost first, then their parents: any of them may set a limit.
 
     Inside a container the path in /proc may name folders of the host that are not visible; those read as empty.
     """
-    for line in _read(f"{root}/proc/self/cgroup").splitlines():
+    for line in _read(f"{root}/proc/{pid}/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers and controller not in controllers.split(","):

@@ -8,13 +8,23 @@ from collections.abc import Sequence
 _GUARD_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guard.py")
 
 
-def start_guard(groups: Sequence[int]) -> subprocess.Popen[bytes]:
-    """A process that ends these process groups if this process dies first. Its input takes changes to the list."""
+def start_guard(
+    groups: Sequence[int],
+    grace_seconds: float | None = None,
+    lease_seconds: float | None = None,
+    held_fds: Sequence[int] = (),
+) -> subprocess.Popen[bytes]:
+    """A process that ends these process groups if this process dies first. Its input takes changes to the list.
+
+    It holds `held_fds` open as long as it lives.
+    """
+    times = [str(seconds) for seconds in (grace_seconds, lease_seconds) if seconds is not None]
     guard = subprocess.Popen(
-        [sys.executable, "-I", "-S", _GUARD_FILE, str(os.getpid())],
+        [sys.executable, "-I", "-S", _GUARD_FILE, str(os.getpid()), *times],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        pass_fds=held_fds,
         start_new_session=True,
         bufsize=0,
     )

@@ -27,7 +27,7 @@ def main(socket_fd: str, worker_file: str) -> None:
     worker.end_with_parent()
     with socket.socket(fileno=int(socket_fd)) as channel:
         os.set_inheritable(int(socket_fd), False)
-        warm_up()
+        warm_up(worker)
         order, fds = receive(channel)
     if order is not None:
         become(worker, worker_file, order, fds)
@@ -43,13 +43,14 @@ def load(path: str) -> ModuleType:
     return module
 
 
-def warm_up() -> None:
+def warm_up(worker: ModuleType) -> None:
     """Import what workers need, and never in front of one that wakes up.
 
     That is SCHED_BATCH. Being nicer would only spread the same work over a longer time, in which nobody has a spare;
     and who is nice once, and not root, stays so.
     """
     schedule(os.SCHED_BATCH)
+    worker.prepare_for_torch()
     gc.disable()
     import_if_there("torch")
     import_if_there("shoal.train.loop")

@@ -8,7 +8,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from shoal.engine.entry import stacks_file
 from shoal.engine.frames import Thread, brief, parse, pick, place, tell
@@ -82,6 +82,15 @@ def take_stacks(run_dir: str, pids: Mapping[int, int], reason: str, working_dir:
         )
         for rank, pid in pids.items()
     }
+
+
+def keep_text(stack: Stack) -> Stack:
+    """A stack that was taken on another machine, with its text in the file that this one sees, too."""
+    if read_text(stack.path, stack.begin) == stack.text:
+        return stack
+    begin = _begin(os.path.dirname(os.path.dirname(stack.path)), stack.rank, stack.pid, "taken on its machine")[1]
+    _append(stack.path, stack.text)
+    return replace(stack, begin=begin)
 
 
 def _begin(run_dir: str, rank: int, pid: int, reason: str) -> tuple[str, int]:

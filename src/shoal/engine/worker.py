@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import gc
 import os
 import sys
 import time
@@ -37,7 +36,7 @@ def main(control_fd: str, world_fd: str, rank: str, stacks_path: str, kind: str,
     own_pipe("SHOAL_WORLD_FD", world_fd)
     faulthandler.enable()
     show_stacks_when_asked(stacks_path)
-    sys.meta_path.insert(0, TorchFinder())
+    prepare_for_torch()
     pid = os.getpid()
     atexit.register(let_gloo_finish, pid)
     try:
@@ -53,36 +52,13 @@ def main(control_fd: str, world_fd: str, rank: str, stacks_path: str, kind: str,
         leave(control.report(error))
 
 
-class TorchFinder:
-    """Finds torch where everybody does, and has it imported without the garbage collector.
-
-    That would look through hundreds of thousands of new objects again and again and find nothing, which is a fifth of
-    the time. Afterwards they count as always there, so that it need not look at them in training either.
-    """
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "torch":
-            return None
-        sys.meta_path.remove(self)
-        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path)
-        spec = next((found for found in specs if found is not None), None)
-        loader: Any = spec.loader if spec is not None else None
-        if loader is not None:
-            execute = loader.exec_module
-            loader.exec_module = lambda module: without_collecting(execute, module)
-        return spec
-
-
-def without_collecting(execute: Any, module: ModuleType) -> None:
-    if not gc.isenabled():
-        execute(module)
-        return
-    gc.disable()
-    try:
-        execute(module)
-    finally:
-        gc.freeze()
-        gc.enable()
+def prepare_for_torch() -> None:
+    """Have torch imported as `torch_finder.py` says, if it is at all. Nobody else can import what is loaded here."""
+    if "torch" not in sys.modules:
+        path = os.path.join(_PACKAGE, "engine", "torch_finder.py")
+        module: Any = type(sys)("torch_finder")
+        _LOADER(module.__name__, path).exec_module(module)
+        sys.meta_path.insert(0, module.TorchFinder())
 
 
 def show_stacks_when_asked(path: str) -> None:
@@ -307,6 +283,8 @@ class Control:
         error.at(rank=self.rank, where=place_of(error))
         facts = {name: getattr(error, name) for name in ("message", "why", "hint", "step", "exit_code")}
         errors = sys.modules["shoal.spec.errors"]
+        if getattr(error, "cause", ""):
+            facts |= {"cause": error.cause, "ranks": list(error.ranks)}
         facts["is_retryable"] = isinstance(error, getattr(errors, "Retryable", ()))
         facts["is_for_log"] = isinstance(error, getattr(errors, "UserError", ())) and not facts["is_retryable"]
         self.send(error, facts, error.where)

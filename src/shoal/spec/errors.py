@@ -1,5 +1,6 @@
 """Every error shoal raises: what happened, where, why, and what to do next."""
 
+from collections.abc import Iterable
 from typing import Any, Self
 
 
@@ -8,9 +9,14 @@ class ShoalError(Exception):
 
     `rank`, `step` and `generation` place it in a run, `where` is a `file:line` in the user's code, and
     `remote_traceback` is the text of a traceback from another process. All of them survive pickling.
+
+    Where it is known what is at fault, `cause` is the word for it (docs/glossary.md) and `ranks` are those who did
+    it: the error itself may be raised on every rank.
     """
 
     exit_code = 1
+    cause: str = ""
+    ranks: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -42,6 +48,11 @@ class ShoalError(Exception):
         self.rank = rank if self.rank is None else self.rank
         self.step = step if self.step is None else self.step
         self.where = self.where or where
+        return self
+
+    def blame(self, cause: str, ranks: Iterable[int]) -> Self:
+        """Say what is at fault, and whose it is."""
+        self.cause, self.ranks = cause, tuple(ranks)
         return self
 
     def render(self) -> str:
@@ -90,7 +101,6 @@ class MemberLost(ShoalError):
     """
 
     exit_code = 4
-    ranks: tuple[int, ...] = ()
 
 
 class Preempted(ShoalError):

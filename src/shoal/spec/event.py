@@ -27,7 +27,10 @@ class StepMetrics:
 
     compute: forward and backward. communicate: moving and summing gradients, and the optimizer's share of it.
     wait: idle until others arrived. load: idle until the data was there. other: what is left.
-    `waited_for` is the rank that arrived last, or None where nobody was waited for.
+    `waited_for` is the rank that arrived last, or None where nobody was waited for. `num_values` is how many numbers
+    the samples had, such as their tokens or pixels; 0 where that is not known.
+
+    Of steps long ago several are merged into one: see `observe/merged.py`.
     """
 
     step: int
@@ -44,3 +47,9 @@ class StepMetrics:
     other: float
     waited_for: int | None = None
     grad_norm: float | None = None
+    num_values: int = 0
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps this stands for."""
+        return 1

@@ -27,20 +27,53 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Where a worker is to run, and who else of its run is there.
+
+    `address` is where other machines reach this one, `interface` the network device that has it. Two ports are kept
+    free for the worker there: `store_port` for a store that rank 0 hosts, `worker_port` for frameworks in which every
+    worker listens. `local_rank` tells the workers of a machine apart, of which there are `num_local`. `gpus` are
+    those that the worker is to see, where not all of the machine's: its own stands at its local rank.
+    """
+
+    node: str = ""
+    address: str = "127.0.0.1"
+    interface: str = "lo"
+    store_port: int = 0
+    worker_port: int = 0
+    local_rank: int = 0
+    num_local: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    cores: int = 1
+    gpus: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """One process an engine is to start. The entry point is text, so that engines know nothing of training."""
+    """One process an engine is to start. The entry point is text, so that engines know nothing of training.
+
+    `env` is all that its environment has. With `defaults` it is laid over the environment that its machine has for
+    such processes, and that over the defaults. `call` is what a worker reads that is to call a function.
+    """
 
     rank: int
     command: tuple[str, ...]
     env: Mapping[str, str]
     working_dir: str
     log_path: str
+    defaults: Mapping[str, str] | None = None
+    call: bytes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerExit:
-    """What became of a worker. `code` is its exit status; a death by signal N is -N, as in `subprocess`."""
+    """What became of a worker. `code` is its exit status; a death by signal N is -N, as in `subprocess`.
+
+    `result` is what one that was to call a function wrote before it ended well.
+    """
 
     rank: int
     code: int
     time: float
+    result: bytes | None = field(default=None, repr=False)

@@ -1,7 +1,8 @@
 """Whether all workers were given the same: what they add up must belong together."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ def check_agreement(
                 f"The workers do not agree: {name} is {here} on rank {first} and {there} on rank {other}.",
                 why=why,
                 hint=HINT,
-            )
+            ).blame("disagreement", find_odd(everyone[:, column].tolist())[0] if num_together is None else odd)
 
 
 def check_same_model(group: Group, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -78,13 +79,35 @@ def check_same_model(group: Group, model: nn.Module, optimizer: torch.optim.Opti
     tensors = [(name, value) for name, value in model.state_dict(keep_vars=True).items() if _is_tensor(value)]
     state = [(name, tuple(value.shape), value.dtype, value.requires_grad) for name, value in tensors]
     everyone = _gather(group, torch.tensor([_number((state, groups))]))
-    different = [rank for rank in range(group.size) if everyone[rank, 0] != everyone[0, 0]]
-    if different:
+    odd, usual = find_odd(everyone[:, 0].tolist())
+    if odd:
         raise UserError(
-            f"The workers built different models: rank {different[0]} differs from rank 0.",
-            why="names, shapes, types or groups of parameters, or which are frozen, are not the same on all workers",
+            f"The workers built different models: rank {odd[0]} differs from rank {usual}.",
+            why=_find_difference(group, state, (odd[0], usual))
+            or "names, shapes, types or groups of parameters, or which are frozen, are not the same on all workers",
             hint="build the model the same way everywhere, not from the rank or from this worker's data",
-        )
+        ).blame("shape_mismatch", odd)
+
+
+def find_odd(numbers: Sequence[int]) -> tuple[list[int], int]:
+    """The ranks whose number is not that of most, and the first that has it. Of two halves rank 0's counts."""
+    counts = Counter(numbers)
+    usual = max(counts, key=lambda number: (counts[number], number == numbers[0]))
+    return [rank for rank, number in enumerate(numbers) if number != usual], list(numbers).index(usual)
+
+
+def _find_difference(group: Group, state: Sequence[tuple[Any, ...]], ranks: tuple[int, int]) -> str:
+    """The first tensor that two ranks have different, in words; nothing where they are not even as many."""
+    sizes = _gather(group, torch.tensor([len(state)])).view(-1).tolist()
+    if len(set(sizes)) > 1:
+        return f"its model has {sizes[ranks[0]]} tensors, and that of rank {ranks[1]} {sizes[ranks[1]]}"
+    everyone = _gather(group, torch.tensor([_number(entry) for entry in state] or [0]))
+    columns = (everyone[ranks[0]] != everyone[ranks[1]]).nonzero().view(-1).tolist()
+    if not columns:
+        return ""
+    name, shape, kind, _ = state[columns[0]]
+    here, there = _texts(group, f"{name} {list(shape)} {str(kind).removeprefix('torch.')}", ranks)
+    return f"it has {here} where rank {ranks[1]} has {there}"
 
 
 def _is_tensor(value: object) -> bool:

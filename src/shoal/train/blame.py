@@ -31,7 +31,15 @@ def name_samples(
     if isinstance(error, LossNotFinite):
         named = _explain_loss(error, ids[: error.spans[0][1]], bad, assignment)
     named.samples = bad or ids
-    return named.at(rank=error.rank, step=error.step)
+    ranks = [rank for rank, mine in enumerate(assignment) if _shards_of(error) & {*mine}]
+    return named.blame("nan", ranks).at(rank=error.rank, step=error.step)
+
+
+def _shards_of(error: NotFinite) -> set[int]:
+    """The shards that did it; none where nobody knows."""
+    if isinstance(error, LossNotFinite):
+        return {shard for shard, _ in error.spans}
+    return {shard for shards in error.shards for shard in shards}
 
 
 def find_spans(error: NotFinite, count: int, num_shards: int) -> list[tuple[int, int]]:

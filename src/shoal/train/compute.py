@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shoal.data.ledger import Piece, StepPlan
+from shoal.spec.spans import timed
 from shoal.train.faulty import FaultPlan
 from shoal.train.loss import Loss, as_sum, check_differentiable, move
 from shoal.train.settings import Settings
@@ -38,6 +39,7 @@ class Compute:
     is_random: bool
     faults: FaultPlan | None
 
+    @timed("forward", "compute")
     def forward(
         self, plan: StepPlan, piece: Piece, data: Any, at_start: torch.Tensor | None
     ) -> tuple[torch.Tensor, float, Row]:

@@ -15,6 +15,7 @@ from shoal.data.shares import PERIOD_SHARDS, Schedule, Speed, alike, dithered, r
 from shoal.data.sources import Source
 from shoal.observe.recorder import Recorder
 from shoal.spec.errors import Retryable
+from shoal.spec.spans import timed
 from shoal.spec.strategy import Local
 from shoal.train import setup
 from shoal.train.agree import check_copies, check_same, facts_of
@@ -330,6 +331,7 @@ class Course:
         if self.place.step != self.saved_step:
             self.save(wait=True)
 
+    @timed("take a checkpoint", "checkpoint")
     def write(self, *, wait: bool = False) -> None:
         """Rank 0 saves a checkpoint; the others only take note of it."""
         self.saved_step = self.place.step

@@ -17,6 +17,7 @@ from shoal.engine.env import read_worker
 from shoal.spec.strategy import Local
 from shoal.train import evaluation, setup
 from shoal.train.agree import check_agreement
+from shoal.train.asked import Asked
 from shoal.train.calls import Calls
 from shoal.train.compute import Compute, autocast, uncompiled
 from shoal.train.course import Course, Route
@@ -53,7 +54,8 @@ class Trainer:
     differently. `batch_size` is the samples of a step over all workers. Other keywords are those of `Settings`.
 
     `init_from` starts from the weights of another run, checkpoint or file; with `strict=False` layers that do not
-    fit are left alone and named. `resume=True` continues from the newest valid checkpoint in `run_dir`.
+    fit are left alone and named. `resume=True` continues from the newest valid checkpoint in
+    `checkpoint_dir`, or else in `run_dir`.
 
     Making a trainer calls `loss` once, on the first samples, to see what the model does besides computing.
     """
@@ -82,7 +84,9 @@ class Trainer:
             check_parts(model, loss, optimizer, scheduler)
             is_elastic = find_link(facts) is not None
             num_copies = make_mesh(facts.world_size, self.settings.split, is_elastic=is_elastic).num_copies
-            self.run_dir, self._recorder = setup.open_run(facts, run_dir, resume, opened)
+            # With a place of their own for checkpoints, the folder is that of a new run.
+            is_continued = resume and self.settings.checkpoint_dir is None
+            self.run_dir, self._recorder = setup.open_run(facts, run_dir, is_continued, opened)
             self.settings, self.device = equip(self.settings, model, optimizer, facts)
             self.model = uncompiled(model)
             self.optimizer, self.scheduler, self._loss = optimizer, scheduler, loss
@@ -123,6 +127,8 @@ class Trainer:
             )
             self._team = Team(facts, number, subject)
             opened.callback(self._team.leave)
+            asked = Asked(self.run_dir, facts.rank, self._recorder)
+            opened.callback(asked.close)
             self._cutting = self._draft()
             self._course = Course(
                 self._team,
@@ -132,7 +138,9 @@ class Trainer:
                     source=self._source,
                     scheduler=scheduler,
                     buffers=self._buffers,
-                    store=setup.open_store(facts, self.run_dir, self.settings, self._recorder, number, opened),
+                    store=setup.open_store(
+                        facts, self.run_dir, self.settings, self._recorder, number, opened, resume or facts.is_resumed
+                    ),
                     recorder=self._recorder,
                     is_resumed=resume or facts.is_resumed,
                 ),
@@ -153,6 +161,7 @@ class Trainer:
                 measurement=self._measurement,
                 faults=self._faults,
                 reach=self._reach,
+                asked=asked,
             )
             self._calls = Calls(self._team, self._course, number)
             if not self._team.is_elastic:

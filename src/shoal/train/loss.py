@@ -80,6 +80,15 @@ def describe(batch: Any) -> str:
     return type(batch).__name__
 
 
+def count_values(batch: Any) -> int:
+    """How many numbers the tensors of a batch have: how much data it is, where samples are not alike."""
+    if isinstance(batch, torch.Tensor):
+        return batch.numel()
+    if isinstance(batch, Mapping):
+        return sum(map(count_values, batch.values()))
+    return sum(map(count_values, batch)) if isinstance(batch, list | tuple) else 0
+
+
 def move(batch: Any, device: torch.device) -> Any:
     """A batch on the device; tensors inside lists, tuples and dicts too."""
     if isinstance(batch, torch.Tensor):

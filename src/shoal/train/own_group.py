@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from shoal.comm.connect import connect_at
+from shoal.comm.mpi import MpiGroup
 from shoal.comm.rendezvous import Rendezvous, nobody_looks
 from shoal.comm.shm import ShmGroup
 from shoal.comm.tcp import TcpGroup
@@ -19,12 +20,12 @@ _num_groups: Counter[tuple[int, ...]] = Counter()
 
 def group(
     ranks: Sequence[int] | None = None, *, transport: str = "auto", timeout_seconds: float = 300.0
-) -> ShmGroup | TcpGroup:
+) -> ShmGroup | TcpGroup | MpiGroup:
     """Meet the other workers of this run and form a group with them; a plain `python` is a group of one.
 
     `ranks` are those of the run that take part, in the order of their ranks in the group; None is all of them. They,
-    and only they, call it, and make groups of the same ranks in the same order. `transport` is "shm", "tcp" or
-    "auto"; `timeout_seconds` is how long a silent rank is waited for, here and in every call. Close it in the end.
+    and only they, call it, and make groups of the same ranks in the same order. `transport` is "shm", "tcp", "mpi"
+    or "auto"; `timeout_seconds` is how long a silent rank is waited for, here and in every call. Close it in the end.
     """
     facts = read_worker()
     if facts.is_elastic:
@@ -66,4 +67,5 @@ def _meet(facts: WorkerFacts, members: tuple[int, ...], number: int, timeout_sec
         store=store,
         generation=facts.generation,
         look=look if waiting is not None else nobody_looks,
+        interface=facts.interface,
     )

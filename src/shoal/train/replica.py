@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from shoal.spec.spans import timed
 from shoal.train.chunked import ChunkedOptimizer, is_elementwise
 from shoal.train.flat import CHUNK, Chunk, FlatModel
 from shoal.train.undo import BATCH_CHUNKS, Undo
@@ -79,6 +80,7 @@ class Replica:
         for gradient in self.gradients:
             gradient.mul_(factor)
 
+    @timed("update", "optimizer")
     def update(self, gradients: Sequence[torch.Tensor] | None = None) -> None:
         """Apply `gradient`, or those given, to the owned part."""
         if gradients is not None:
@@ -95,6 +97,7 @@ class Replica:
     def _state_buffer(self, key: str) -> torch.Tensor:
         return self._buffer(f"state/{key}")
 
+    @timed("update", "optimizer")
     def update_with(self, undo: Undo, turn: int, factor: float | None = None) -> None:
         """`update`, so that another worker can complete it, should this one die on the way.
 

@@ -4,9 +4,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from os import PathLike, fspath
 from typing import Any, Literal, get_args, get_type_hints
 
 from shoal.engine.fit import parse_bytes
+from shoal.files import mask
 from shoal.spec.errors import UserError
 from shoal.spec.strategy import EVERY_STEP, AllReduce, Local, Sharded, Split, Sync, combine, parse_split, parse_sync
 
@@ -34,6 +36,8 @@ class Settings:
         numbers; 0 never uses a process.
     checkpoint_every: steps between checkpoints; None saves at the end of `fit` only.
     keep: how many checkpoints to keep.
+    checkpoint_dir: where they go: a folder that all workers see, or a URL such as s3://bucket/run; None: in the run
+        folder. With `resume=True` a run goes on from there, on whatever machine.
     balance: give faster workers more of each step.
     threads: intra-op threads of each worker, or "auto": its part of its machine's cores; None leaves them as they
         are, in exact mode one.
@@ -65,6 +69,7 @@ class Settings:
     loaders: int | None = None
     checkpoint_every: int | None = None
     keep: int = 3
+    checkpoint_dir: str | None = None
     balance: bool = True
     threads: int | Literal["auto"] | None = None
     schedule: Literal["step", "epoch"] = "step"
@@ -115,6 +120,9 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("batch_size", "shards", "microbatch_size", "checkpoint_every", "keep"), _COUNT),
     **dict.fromkeys(("shuffle", "exact", "compile", "balance"), _SWITCH),
     **{name: _one_of(name) for name in ("precision", "schedule", "unused", "not_finite", "transport")},
+    "checkpoint_dir": Rule(
+        "a folder or a URL", '"s3://bucket/run"', lambda value: isinstance(value, str) and value != ""
+    ),
     "seed": Rule("a whole number", "0", _is_whole),
     "memory": Rule("a size", '"2GB"', _COUNT.fits),
     "device": Rule("'cpu', 'cuda', 'cuda:1' or 'auto'", '"auto"', lambda value: bool(DEVICES.fullmatch(str(value)))),
@@ -146,8 +154,9 @@ ELSEWHERE = {
 
 
 def values_of(settings: Settings) -> dict[str, Any]:
-    """Every value as plain data; strategies as their texts."""
+    """Every value as plain data; strategies as their texts, URLs without secrets."""
     values = {name: getattr(settings, name) for name in NAMES}
+    values["checkpoint_dir"] = settings.checkpoint_dir and mask(settings.checkpoint_dir)
     return values | {"split": str(settings.split or "none"), "sync": str(settings.sync)}
 
 
@@ -161,7 +170,7 @@ def make_settings(given: Mapping[str, Any], overrides: Mapping[str, str]) -> tup
     _check_names(own, "There is no setting {name!r} to override with -o.", NAMES)
     for name, text in own.items():
         settings = replace(settings, **{name: parse(name, text)})
-        origins[name] = f"-o {name}={text}"
+        origins[name] = f"-o {name}={mask(text)}"
     _check_exact(settings)
     _check_copy(settings)
     return settings, origins
@@ -220,6 +229,8 @@ def _plain(name: str, value: Any) -> Any:
         return parse(name, value)
     if name == "device" and value is not None:
         return str(value)
+    if name == "checkpoint_dir" and isinstance(value, PathLike):
+        return fspath(value)
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 

@@ -4,7 +4,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal.checkpoint.foreign import read_weights
+from shoal import files
+from shoal.checkpoint.foreign import ELSEWHERE, read_weights
 from shoal.checkpoint.store import FolderStore
 from shoal.checkpoint.transfer import transfer
 from shoal.comm.group import Group, Op
@@ -26,7 +27,9 @@ from shoal.data.ledger import Ledger, Place, check_batch_size
 from shoal.data.sources import Source, as_source
 from shoal.data.stream import StreamSource
 from shoal.engine.env import WorkerFacts, shoal_home
+from shoal.files import Url, locate
 from shoal.observe import runs
+from shoal.observe.folder import read_facts
 from shoal.observe.recorder import Recorder
 from shoal.spec.errors import UserError
 from shoal.spec.strategy import AllReduce, Local, Sharded
@@ -37,6 +40,7 @@ from shoal.train.errors import in_user_code
 from shoal.train.flat import plan_flat, shorten
 from shoal.train.lone import LoneRun
 from shoal.train.loss import Loss, as_sum, move
+from shoal.train.own_numbers import log_to, own_folder
 from shoal.train.room import Limit, Room, first_piece, gauge_of
 from shoal.train.saving import SaveReport, say
 from shoal.train.settings import Settings, values_of
@@ -75,11 +79,13 @@ def open_run(
             why="without a launcher and without `run_dir=`, every start has a new run folder",
             hint="name its folder with `run_dir=`, or start with `shoal run --resume RUN`",
         )
-    run_dir = facts.run_dir or run_dir
-    if facts.run_dir is None and facts.rank == 0:
+    own = own_folder()
+    run_dir = facts.run_dir or run_dir or own
+    if facts.run_dir is None and facts.rank == 0 and (own is None or run_dir != own):
         run_dir = opened.enter_context(LoneRun(run_dir, is_resumed)).path
     recorder = Recorder(run_dir, facts.rank, facts.world_size, facts.control_fd, generation=facts.generation)
     opened.callback(recorder.close)
+    opened.callback(log_to(run_dir, facts.rank, recorder).flush)
     return run_dir, recorder
 
 
@@ -87,9 +93,9 @@ def start_from(model: nn.Module, init_from: str | None, strict: bool, recorder: 
     """Take over the weights of another run, checkpoint or file."""
     if init_from is None:
         return
-    path = find_weights(init_from)
+    path = init_from if files.is_url(init_from) else find_weights(init_from)
     done = transfer(model, read_weights(path), strict=strict)
-    recorder.event("initialized", source=str(path), report=done.report())
+    recorder.event("initialized", source=files.mask(str(path)), report=done.report())
     if recorder.rank == 0 and not strict:
         print(done.report(), file=sys.stderr)
 
@@ -115,7 +121,7 @@ def find_weights(init_from: str | os.PathLike[str]) -> Path:
 
 
 def make_source(dataset: Any, collate: Any, settings: Settings, *, is_whole: bool = True) -> Source:
-    source = as_source(dataset, collate=collate)
+    source = as_source(dataset, collate=collate, copies=Path(shoal_home(), "cache"))
     if is_whole and source.num_samples is not None:
         check_batch_size(source.num_samples, settings.batch_size)
     return source
@@ -141,6 +147,7 @@ def meet(facts: WorkerFacts, settings: Settings, trainer: int) -> Rendezvous:
         store=store,
         generation=facts.generation,
         look=Waiting(facts.control_fd).look if facts.control_fd is not None else nobody_looks,
+        interface=facts.interface,
     )
 
 
@@ -392,17 +399,38 @@ def open_store(
     recorder: Recorder,
     trainer: int,
     opened: ExitStack,
+    is_resumed: bool,
 ) -> FolderStore | None:
-    if run_dir is None:
+    """Where checkpoints go; None where nothing is kept. A URL is asked first whether it can be used."""
+    where = settings.checkpoint_dir or run_dir
+    if where is None:
         return None
-
+    folder = locate(where)
+    if isinstance(folder, Url):
+        files.check(folder)
     report = SaveReport(recorder)
     # Trainers of one launched run share its folder; a lone trainer has a folder to itself.
     name = "checkpoints" if trainer == 0 or facts.run_dir is None else f"checkpoints-{trainer}"
-    store = FolderStore(Path(run_dir) / name, keep=settings.keep, on_event=report.tell)
+    store = FolderStore(folder / name, keep=settings.keep, on_event=report.tell)
+    is_first = facts.rank == 0 and facts.incarnation == 0 and not is_resumed
+    if settings.checkpoint_dir is not None and run_dir is not None and is_first:
+        _check_unused_place(store, float(read_facts(run_dir).get("created") or 0.0))
+    if settings.checkpoint_dir is not None and run_dir is not None and facts.rank == 0:
+        with suppress(OSError):  # this machine may not see the run folder
+            Path(run_dir, ELSEWHERE).write_text(str(folder if isinstance(folder, Url) else folder.absolute()))
     opened.push(report)
     opened.callback(store.close)
     return store
+
+
+def _check_unused_place(store: FolderStore, created: float) -> None:
+    """Old checkpoints of another run would go as new ones come. Those since it was `created` are this run's own."""
+    if there := [entry for entry in store.list() if entry.saved_at < created]:
+        raise UserError(
+            f"{store.folder.parent} already holds the checkpoints of a run, up to step {there[0].step}.",
+            why="those of this one would be mixed with them, and replace them",
+            hint="choose another `checkpoint_dir`, or go on from there with `Trainer(..., resume=True)`",
+        )
 
 
 def record_settings(

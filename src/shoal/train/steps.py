@@ -14,14 +14,17 @@ from shoal.data.sources import Source
 from shoal.observe.recorder import Recorder
 from shoal.spec.errors import MemberLost
 from shoal.spec.event import StepMetrics
+from shoal.spec.spans import SPANS
 from shoal.spec.strategy import Local
 from shoal.train import setup
+from shoal.train.asked import Asked
 from shoal.train.blame import name_samples
 from shoal.train.course import Course
 from shoal.train.device import await_computed
 from shoal.train.divergence import Diverged
 from shoal.train.ending import Ending
 from shoal.train.faulty import FaultPlan
+from shoal.train.loss import count_values
 from shoal.train.measure import Measurement
 from shoal.train.room import Room
 from shoal.train.saving import say
@@ -68,6 +71,7 @@ class Steps:
     measurement: Measurement | None
     faults: FaultPlan | None
     reach: Callable[[str], None]
+    asked: Asked
     num_steps: int | None = None
     _skips: Skips = field(init=False, default_factory=Skips)
     _held_in: int | None = field(init=False, default=None)
@@ -128,11 +132,13 @@ class Steps:
         """Forward and backward of this worker's part, then sum and update with everybody."""
         started = time.perf_counter()
         plan, sync = batch.plan, self.team.sync
+        SPANS.step = plan.step
         assert sync is not None
         if self.is_local:  # nothing else in a step would tell that a worker is lost
             self.team.check_world()
         assignment = self._assignment = self.course.schedule.at(plan.step)
         self.course.attempt(plan)
+        self.recorder.at_step = plan.step
         self.room.open()
         if self.faults is not None:
             self.faults.corrupt(sync.replica.flat.values, plan.step, is_shared=sync.replica.is_shared)
@@ -237,7 +243,9 @@ class Steps:
         error = name_samples(error, self.ledger, self.source, plan, assignment).at(step=plan.step)
         if self.settings.not_finite == "error":
             raise error
-        self.recorder.event("step_skipped", plan.step, message=error.message, samples=list(error.samples))
+        workers = [self.team.worker_of(copy) for copy in error.ranks]
+        facts = {"message": error.message, "samples": list(error.samples), "workers": workers}
+        self.recorder.event("step_skipped", plan.step, **facts, why=error.why, hint=error.hint)
         rank = 0 if self.is_local else self.team.rank  # else all say the same, and one is enough
         say(f"{error.render()}\n  now: the step is left out".replace("error:", "warning:", 1), rank)
         return error
@@ -267,9 +275,11 @@ class Steps:
                 other=max(0.0, spent - compute - outcome.communicate - outcome.wait),
                 waited_for=None if outcome.waited_for is None else self.team.worker_of(outcome.waited_for),
                 grad_norm=outcome.norm,
+                num_values=count_values(batch.pieces),
             ),
             self.num_steps,
         )
+        self.asked.stepped(plan.step)
 
     def _standing(self, step: int) -> Standing:
         assert self.team.sync is not None

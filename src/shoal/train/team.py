@@ -368,6 +368,7 @@ class Team:
                 world.generation, self._number, key, value, seconds, _ids(world, ranks)
             ),
             look=partial(link.look, world),
+            address=self._facts.address,
         )
 
     def _settle(self, meeting: Rendezvous, world: World, holders: list[int]) -> Outcome | NotFinite | None:

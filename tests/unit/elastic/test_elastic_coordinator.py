@@ -421,6 +421,23 @@ def test_a_newcomer_that_is_ended_with_the_run_is_not_lost():
     assert not run.notes()
 
 
+def test_one_that_was_let_in_while_the_others_ended_is_not_lost():
+    run = Run(2).all_in()
+    run.exit(1)
+    run.beat(0, step=2)
+    run.start(1)
+    run.ready(1)
+    run.stand(0)
+    assert run.worlds()[1] == ("0.0", "1.1")
+    run.exit(0, 0)
+    (kill,) = [d for d in run.last if isinstance(d, Kill)]
+    assert (kill.worker, kill.why) == (1, "everyone who had a state has left")
+    run.exit(1)
+    assert not run.notes()
+    assert not run.starts()
+    assert run.coordinator.is_over
+
+
 def test_one_that_fails_again_and_again_is_started_later_and_later():
     run = Run(2).all_in()
     pauses = []

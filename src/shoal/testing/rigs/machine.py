@@ -57,6 +57,8 @@ def _is_there(path: str) -> Callable[[], str]:
     return lambda: "" if os.path.exists(path) else f"there is no {path}"
 
 
+_DASH = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "dash", "page")
+AXE = os.path.join(_DASH, *[os.pardir] * 4, "web", "node_modules", "axe-core", "axe.min.js")
 _PRIVILEGED = "run as root; in a container, start it with `--privileged`"
 
 NEEDS = {
@@ -66,7 +68,13 @@ NEEDS = {
     "nsenter": _tool("nsenter", "util-linux"),
     "mount": _tool("mount", "mount"),
     "gcc": _tool("gcc", "gcc libc6-dev"),
+    "setpriv": _tool("setpriv", "util-linux"),
+    "swift-proxy-server": _tool("swift-proxy-server", "swift-proxy swift-account swift-container swift-object"),
     "mkfs.ext4": _tool("mkfs.ext4", "e2fsprogs"),
+    "mpirun": _tool("mpirun", "openmpi-bin"),
+    "slurmctld": _tool("slurmctld", "slurm-wlm"),
+    "munged": _tool("munged", "munge"),
+    "prometheus": _tool("prometheus", "prometheus"),
     "network namespaces": Need(_works("unshare", "--net", "true"), _PRIVILEGED),
     "mounting": Need(_works("unshare", "--mount", "true"), _PRIVILEGED),
     "tun devices": Need(_is_there("/dev/net/tun"), "load the kernel's `tun` module"),
@@ -80,6 +88,20 @@ NEEDS = {
     "libfaketime": Need(
         lambda: "" if importlib.util.find_spec("libfaketime") else "the package libfaketime is not installed",
         "`pip install libfaketime`",
+    ),
+    "chromium": _tool("chromium", "chromium"),
+    "playwright": Need(
+        lambda: "" if importlib.util.find_spec("playwright") else "the package playwright is not installed",
+        "`pip install playwright`",
+    ),
+    "the page": Need(
+        lambda: "" if os.path.exists(os.path.join(_DASH, "index.html")) else "the page of `shoal dash` is not built",
+        "`make page`, which needs npm",
+    ),
+    "axe-core": Need(_is_there(AXE), "`make page`, which needs npm"),
+    "mpi4py": Need(
+        lambda: "" if importlib.util.find_spec("mpi4py") else "the package mpi4py is not installed",
+        "`pip install 'shoal[mpi]'`",
     ),
 }
 

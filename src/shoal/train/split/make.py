@@ -11,10 +11,7 @@ from shoal.spec.strategy import Split as Wanted
 from shoal.train.compute import Compute
 from shoal.train.cut import Cut
 from shoal.train.groups import Groups
-from shoal.train.split.both import BothDraft
-from shoal.train.split.pipeline_make import PipelineDraft
 from shoal.train.split.split import Split
-from shoal.train.split.tensor import TensorDraft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +43,11 @@ class Draft(Protocol):
 
 def draft_split(wanted: Wanted, material: Material) -> Draft:
     """Find out how the model can be cut. Raises UserError where it cannot."""
+    # Most runs cut nothing, and need not wait for a sixth of all our code.
+    from shoal.train.split.both import BothDraft
+    from shoal.train.split.pipeline_make import PipelineDraft
+    from shoal.train.split.tensor import TensorDraft
+
     tensor, pipeline = wanted.tensor, wanted.pipeline
     stages = PipelineDraft(pipeline, material) if pipeline is not None and pipeline.size > 1 else None
     slices = TensorDraft(tensor, material) if tensor is not None and tensor.size > 1 else None

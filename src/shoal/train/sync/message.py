@@ -10,12 +10,14 @@ from torch import nn
 
 from shoal.comm.group import Group, Work
 from shoal.elastic.commit import Report, outcome_of
+from shoal.spec.spans import timed
 from shoal.train import tree
 from shoal.train.divergence import Diverged, checksum_of, part_of
 from shoal.train.gradients import Gradients
 from shoal.train.replica import own_replica
 from shoal.train.summing import StepSum, square_of
 from shoal.train.sync.across import Across
+from shoal.train.sync.stopwatch import Arrivals
 from shoal.train.sync.sync import Outcome, Row, Standing
 from shoal.train.sync.table import NotFinite, StepTable, checked_norm, not_finite
 
@@ -76,6 +78,7 @@ class MessageSync:
         )
         self._table = StepTable(num_shards, group.size, lambda size: torch.zeros(size, dtype=torch.float64))
         self._sent: list[Work] = []
+        self._arrivals = Arrivals(group.rank)
 
     def begin(self, num_shards: int, assignment: Sequence[range]) -> None:
         if self._is_mixed and self._turn and self._turn % SPREAD_EVERY == 0:
@@ -105,17 +108,22 @@ class MessageSync:
             if not self._exact:
                 self._send(self._total)
         assert self._table.values is not None, "every worker has a shard in the first step"
+        self._table.arrive(self._group.rank, self._arrivals.arrive(started))
         work = self._group.all_reduce(self._table.values)
         if self._exact:
             self._gather()
         for sent in [*self._sent, work]:
             sent.wait()
+        self._arrivals.done(time.perf_counter())
+        wait, last = self._arrivals.judge(self._table.arrivals(), time.perf_counter() - started)
         self._result = self._judge()
         self._vote()
         outcome = self._update()
         self._reach("updated")
-        return replace(outcome, communicate=time.perf_counter() - started)
+        communicate = time.perf_counter() - started - wait
+        return replace(outcome, communicate=communicate, wait=wait, waited_for=last)
 
+    @timed("judge", "agree")
     def _judge(self) -> Outcome | NotFinite:
         """What the step comes to, the same on all copies. Raises Diverged where these were not equal before it.
 
@@ -148,12 +156,14 @@ class MessageSync:
         if differs:
             raise Diverged(everyone.tolist())
 
+    @timed("vote", "agree")
     def _vote(self) -> None:
         """Everybody holds the sums. Without this a loss could find the step taken by some and not by others."""
         self._voted = self._turn
         if self._is_elastic:
             self._reach("summed")
             (self._across.vote if self._across is not None else self._group.barrier)()
+            self._arrivals.done(time.perf_counter())
             self._reach("updating")
 
     def _update(self) -> Outcome:

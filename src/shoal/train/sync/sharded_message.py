@@ -15,6 +15,7 @@ from shoal.train.sync.across import Across
 from shoal.train.sync.sharded_blocks import Blocks
 from shoal.train.sync.sharded_state import Shards
 from shoal.train.sync.sharded_sums import UnitGradients
+from shoal.train.sync.stopwatch import Arrivals
 from shoal.train.sync.sync import Outcome, Row, Standing
 from shoal.train.sync.table import NotFinite, StepTable, checked_norm
 
@@ -62,6 +63,7 @@ class MessageShardedSync:
         self._blocks = None if blocks is None else Blocks(self.replica, model)
         self.gradients = UnitGradients(group, self.replica, keeps_all=level == "optimizer", blocks=self._blocks)
         self._table = StepTable(num_shards, group.size, lambda size: torch.zeros(size, dtype=torch.float64))
+        self._arrivals = Arrivals(group.rank)
 
     def begin(self, num_shards: int, assignment: Sequence[range]) -> None:
         self._turn += 1
@@ -82,7 +84,9 @@ class MessageShardedSync:
         if self._blocks is not None:
             self._blocks.end()
         assert self._table.values is not None, "every worker has a shard in the first step"
+        self._table.arrive(self._group.rank, self._arrivals.arrive(started - stalled))
         self._group.all_reduce(self._table.values).wait()
+        wait, last = self._arrivals.judge(self._table.arrivals(), time.perf_counter() - started + stalled)
         if self._across is not None:
             standings = self._table.standings()
             self._across.largest(standings)
@@ -91,9 +95,11 @@ class MessageShardedSync:
         self._vote()
         outcome = self._update()
         self.replica.spread()
+        self._arrivals.done(time.perf_counter())
         self._is_open = False
         self._reach("updated")
-        return replace(outcome, communicate=time.perf_counter() - started + stalled)
+        communicate = time.perf_counter() - started + stalled - wait
+        return replace(outcome, communicate=communicate, wait=wait, waited_for=last)
 
     def _judge(self) -> Outcome | NotFinite:
         """What the step comes to, the same on all copies. Our part of the gradient is as the optimizer needs it then,

@@ -1,5 +1,6 @@
 """Copies that live on one host: parameters exist once, and every worker sums and updates its own slice of them."""
 
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
@@ -8,6 +9,7 @@ from torch import nn
 
 from shoal.comm.meeting import Shared
 from shoal.comm.shm import ShmGroup
+from shoal.spec.spans import SPANS, timed
 from shoal.train import tree
 from shoal.train.flat import CHUNK, Chunk, FlatLayout
 from shoal.train.gradients import Gradients
@@ -116,6 +118,8 @@ class SharedMemorySync:
         """Tell the others how far the gradient buffer is final, bucket by bucket."""
         chunks = bisect_right(self._stops, num_elements)
         if chunks == len(self._stops) or chunks - self._announced >= BUCKET_CHUNKS:
+            if SPANS.is_on:
+                SPANS.add("bucket is ready", "bucket", time.perf_counter(), chunks=chunks - self._announced)
             self._announced = chunks
             self._group.signal(READY, self._step.turn * (len(self._stops) + 1) + chunks)
 
@@ -131,6 +135,7 @@ class SharedMemorySync:
         if self._exact or not self.gradients.nodes:
             self._announce(self._total)
 
+    @timed("sum my slice", "sum")
     def add_up(self, scale: float) -> None:
         """Add up everybody's gradients of the owned chunks and divide by the weight of the batch."""
         base = self._step.turn * (len(self._stops) + 1)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 
 from shoal.comm.shm import ShmGroup
+from shoal.spec.spans import SPANS
 
 SHORT_SECONDS = 1e-4
 """Nobody is blamed for a wait that is shorter."""
@@ -33,3 +34,36 @@ class Stopwatch:
         if seconds > self._longest:
             self._longest, self.waited_for = seconds, last
         self.seconds += seconds
+        if SPANS.is_on:
+            SPANS.add("wait" if last in (None, self._group.rank) else f"wait for rank {last}", "wait", began)
+
+
+class Arrivals:
+    """Who came last to a collective where ranks exchange messages, and for how long the others waited.
+
+    All are done with a collective at nearly the same moment, so how late a rank comes to the next one is how much
+    longer it was busy in between. Each measures that by its own clock, which so needs not agree with any other, and
+    tells it in the table that travels anyway.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._done: float | None = None
+        self._own = 0.0
+
+    def arrive(self, now: float) -> float:
+        """This rank is here; returns how long it was busy, 0 where there was nothing before."""
+        self._own = 0.0 if self._done is None else now - self._done
+        return self._own
+
+    def done(self, now: float) -> None:
+        """The collective is over, for all."""
+        self._done = now
+
+    def judge(self, own_seconds: Sequence[float], spent: float) -> tuple[float, int | None]:
+        """How much of what the collective took was waiting, and for whom."""
+        if min(own_seconds) <= 0:
+            return 0.0, None  # someone has only just come
+        last = max(range(len(own_seconds)), key=own_seconds.__getitem__)
+        wait = min(spent, max(0.0, own_seconds[last] - self._own))
+        return wait, last if wait > SHORT_SECONDS else None

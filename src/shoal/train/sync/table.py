@@ -15,9 +15,9 @@ from shoal.train.sync.sync import Row, Standing, Totals
 
 T = TypeVar("T")
 
-WEIGHT, LOSS, SAMPLES, BUFFERS = 0, 1, 2, 5
+WEIGHT, LOSS, SAMPLES, BUFFERS = 0, 1, 2, 6
 """Columns of a shard's row."""
-SPEED, WISH, STEP, CHECKSUM, DOUBT = range(5)
+SPEED, WISH, STEP, CHECKSUM, DOUBT, OWN = range(6)
 """Columns of a rank's row."""
 LOST, DIFFERENT = 1, 2
 """What may be in doubt in another part of the model: a loss is no number, or copies are not equal."""
@@ -57,6 +57,14 @@ class StepTable:
             width = BUFFERS + (0 if buffers is None else buffers.numel())
             self.values = self._allocate(height * width)
         return self.values.numpy().reshape(height, -1)
+
+    def arrive(self, rank: int, own_seconds: float) -> None:
+        """How long this rank was busy with its own part of the step, since all had done with the last one."""
+        self._rows()[self._num_shards + rank, OWN] = own_seconds
+
+    def arrivals(self) -> list[float]:
+        """What each rank told of that."""
+        return [float(seconds) for seconds in self._rows()[self._num_shards :, OWN]]
 
     def clear(self) -> None:
         """Empty all rows, for tables that are added up rather than shared."""

@@ -1,0 +1,613 @@
+"""Workers on several machines: an agent on each starts them, and one engine here speaks with all agents."""
+
+import contextlib
+import selectors
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from shoal.engine.agent import BEAT_SECONDS, LEASE_SECONDS, versions
+from shoal.engine.berths import Berth, Slot, check_memory, choose, seats_of
+from shoal.engine.clock import ClockReadings
+from shoal.engine.door import Door
+from shoal.engine.engine import Listener, ignore
+from shoal.engine.log import Log
+from shoal.engine.wire import Invitation, Line, Refused
+from shoal.spec.errors import UserError
+from shoal.spec.job import Seat, WorkerExit, WorkerSpec
+from shoal.spec.system import SystemSample
+
+if TYPE_CHECKING:
+    from shoal.engine.stacks import Stack
+
+SILENT_SECONDS = LEASE_SECONDS + 2.0
+"""After so long a silence an agent has killed its workers, if it could not be heard because it could not hear."""
+ORPHANED_SECONDS = 0.3
+"""So long after an agent hung up its workers are dead. Where it was killed, its guard hangs up, after them."""
+REPLY_SECONDS = 20.0
+STACKS_SECONDS = 1.0
+STOP_SECONDS = 4.0
+PATIENCE_SECONDS = 3.0
+"""An elastic run that could begin waits so long for the rest of its machines."""
+COME_SECONDS = 5.0
+GROUND_SECONDS = 0.25
+"""How often the ground is looked at."""
+MAX_UNREAD_BYTES = 8 << 20
+"""What may be on its way to one worker."""
+MAX_LATE_BYTES = 32 << 20
+"""Output that may wait here for the next `poll`."""
+
+
+class Ground(Protocol):
+    """Where agents come from: a Ray cluster, hosts that mpirun reaches, executors of a Spark session.
+
+    Each agent that it starts calls `shoal.engine.agent.serve` with the invitation. One that ended is asked for again
+    with `replace`; what comes then may be on another machine.
+    """
+
+    host: str
+    """The address at which this machine is reached from there."""
+
+    def open(self, invitation: Invitation, num_slots: int, least: int) -> None:
+        """Have agents come for so many workers, at least `least`. Does not wait; raises UserError where none can."""
+        ...
+
+    def look(self) -> None:
+        """See to agents that are due or gone; called often. Raises UserError where those needed will never come."""
+        ...
+
+    def waiting_for(self) -> str:
+        """Why not all agents are there yet, in a few words. May ask others, and take its time."""
+        ...
+
+    def replace(self, agent: str) -> None:
+        """This agent is gone: have another come in its place, now or when there is a machine for it."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Agent:
+    """One that has proved itself. `berth` is None until it has said hello; `lost_at` is set when it hung up."""
+
+    line: Line
+    heard_at: float
+    berth: Berth | None = None
+    is_watched_for_room: bool = False
+    lost_at: float | None = None
+    clock: ClockReadings = field(default_factory=ClockReadings)
+
+    @property
+    def name(self) -> str:
+        return self.berth.agent if self.berth is not None else ""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Worker:
+    """One worker that runs, as far as is known here."""
+
+    rank: int
+    pid: int
+    agent: _Agent
+    slot: Slot
+    log: Log
+    num_unread: int = 0
+    is_deaf: bool = False
+
+
+@dataclass(slots=True)
+class _Reply:
+    """What agents answer to one question; `waiting` are those that have not."""
+
+    waiting: set[str]
+    values: list[Any] = field(default_factory=list)
+    refusal: tuple[str, str, str] | None = None
+
+
+class Fleet:
+    """The engine for many machines. Nothing happens between calls, but for what agents do by themselves.
+
+    A thread lets agents know that this process lives: it may be kept from polling for as long as it likes, by a
+    terminal that is held or a disk that is slow. One that is stopped as a whole loses its workers.
+    """
+
+    def __init__(
+        self,
+        ground: Ground,
+        listener: Listener | None = None,
+        num_slots: int = 1,
+        *,
+        wake_fds: Sequence[int] = (),
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`should_stop` is asked while machines are waited for; True there raises KeyboardInterrupt."""
+        self._ground, self._listener, self._num_slots = ground, listener or Listener(), num_slots
+        self._wake_fds, self._should_stop = wake_fds, should_stop
+        self._selector: selectors.BaseSelector | None = None
+        self._door: Door | None = None
+        self._agents: list[_Agent] = []
+        self._workers: dict[int, _Worker] = {}
+        self._slots: dict[int, Slot] = {}
+        self._seats: dict[int, Seat] = {}
+        self._is_elastic = self._is_gathered = self._has_started = False
+        self._is_listening = False
+        self._late: list[tuple[_Agent, list[Any]]] = []
+        self._num_late_bytes = 0
+        self._is_closed = threading.Event()
+        self._exits: list[WorkerExit] = []
+        self._replies: dict[int, _Reply] = {}
+        self._num_asked = 0
+        self._ground_due = 0.0
+
+    # Machines.
+
+    def seat(self, ranks: Sequence[int], least: int) -> Mapping[int, Seat]:
+        self._open(least)
+        seats = {rank: self._seats[rank] for rank in self._workers}
+        if new := [rank for rank in ranks if rank not in seats]:
+            self._is_elastic |= least < len(ranks) or self._has_started
+            if not self._is_gathered:
+                self._await_room(least)
+                self._is_gathered = True
+            running = {rank: worker.slot for rank, worker in self._workers.items()}
+            slots = self._find_slots(running, new, least - (len(ranks) - len(new)))
+            if not running:
+                check_memory(self._berths(), slots)
+            self._slots |= slots
+            seats |= self._new_seats(slots, seats)
+            self._seats |= seats
+        return {rank: seats[rank] for rank in ranks if rank in seats}
+
+    def _new_seats(self, slots: Mapping[int, Slot], held: Mapping[int, Seat]) -> dict[int, Seat]:
+        """Seats for those who are to come. Who runs with an agent that is being lost has no part in this."""
+        berths = self._berths()
+        there = {berth.agent for berth in berths}
+        running = {rank: worker.slot for rank, worker in self._workers.items() if worker.slot.agent in there}
+        return seats_of(berths, {**running, **slots}, is_elastic=self._is_elastic, held=held)
+
+    def _find_slots(self, running: Mapping[int, Slot], ranks: Sequence[int], least: int) -> dict[int, Slot]:
+        """Free slots for these workers. Agents that were asked for may be on their way: they get a moment."""
+        deadline = time.monotonic() + COME_SECONDS
+        while True:
+            slots = choose(self._berths(), running.values(), ranks, self._slots)
+            if len(slots) >= least:
+                return slots
+            if time.monotonic() > deadline or (self.room or 0) >= self._num_slots:
+                raise _no_room(ranks[-1])
+            self._wait(0.05)
+
+    @property
+    def room(self) -> int | None:
+        return sum(berth.num_slots for berth in self._berths())
+
+    def _berths(self) -> list[Berth]:
+        return [agent.berth for agent in self._agents if agent.berth is not None and agent.lost_at is None]
+
+    def _open(self, least: int) -> None:
+        """Let agents in, and have them come."""
+        if self._selector is not None:
+            return
+        self._selector = selectors.DefaultSelector()
+        for fd in self._wake_fds:
+            self._selector.register(fd, selectors.EVENT_READ, ignore)
+        self._door = Door(self._selector, self._ground.host, self._add_agent, self._listener.problem)
+        self._is_closed.clear()
+        threading.Thread(target=self._keep_beating, name="shoal beats", daemon=True).start()
+        self._ground.open(self._door.invitation, self._num_slots, least)
+
+    def _keep_beating(self) -> None:
+        """Runs in a thread of its own, and touches nothing but lines."""
+        while not self._is_closed.wait(BEAT_SECONDS):
+            for agent in list(self._agents):
+                with contextlib.suppress(OSError):  # whoever reads from it hears of its end
+                    if agent.lost_at is None:
+                        agent.line.put(["beat", time.monotonic()])
+                        agent.line.flush()
+
+    def _await_room(self, least: int) -> None:
+        """Wait until there are slots for all workers there may ever be, or for enough and no more come soon."""
+        began = time.monotonic()
+        told_at = began + 1.0
+        while (self.room or 0) < self._num_slots:
+            self._wait(0.1)
+            if self._should_stop():
+                raise KeyboardInterrupt
+            self._ground.look()
+            now = time.monotonic()
+            if (self.room or 0) >= least and now > began + PATIENCE_SECONDS:
+                return
+            if now > told_at:
+                told_at += 10.0
+                self._listener.problem(f"waiting for machines: {self._ground.waiting_for()}")
+
+    def _add_agent(self, line: Line) -> None:
+        """Somebody has proved to be an agent of ours."""
+        assert self._selector is not None
+        agent = _Agent(line=line, heard_at=time.monotonic())
+        self._agents.append(agent)
+        self._selector.register(line, selectors.EVENT_READ, partial(self._hear, agent))
+
+    # Workers.
+
+    def start(self, workers: Sequence[WorkerSpec]) -> None:
+        self.seat([spec.rank for spec in workers], len(workers))
+        by_agent: dict[str, list[WorkerSpec]] = {}
+        for spec in workers:
+            by_agent.setdefault(self._slots[spec.rank].agent, []).append(spec)
+        agents = {name: agent for name in by_agent if (agent := self._find(name)) is not None}
+        if gone := set(by_agent) - set(agents):
+            raise _lost_on_the_way(by_agent[gone.pop()][0].rank)
+        logs = self._open_logs(workers)
+        reply, number = self._new_question(by_agent)
+        for name, agent in agents.items():
+            agent.line.put(["start", number, [asdict(spec) for spec in by_agent[name]]])
+        for spec in workers:  # what they say may come before all of them have answered
+            agent, slot = agents[self._slots[spec.rank].agent], self._slots[spec.rank]
+            self._workers[spec.rank] = _Worker(rank=spec.rank, pid=0, agent=agent, slot=slot, log=logs[spec.rank])
+        self._await_reply(number, REPLY_SECONDS)
+        for rank, pid in [item for pids in reply.values for item in pids.items()]:
+            if int(rank) in self._workers:
+                self._workers[int(rank)].pid = pid
+        if reply.refusal is not None or reply.waiting:
+            self._take_back(workers)
+            if reply.refusal is None:
+                raise _lost_on_the_way(by_agent[next(iter(reply.waiting))][0].rank)
+            message, why, hint = reply.refusal
+            raise UserError(message, why=why, hint=hint)
+        self._has_started = True
+
+    def _open_logs(self, workers: Sequence[WorkerSpec]) -> dict[int, Log]:
+        logs: dict[int, Log] = {}
+        for spec in workers:
+            try:
+                logs[spec.rank] = Log(spec.log_path, self._listener.problem)
+            except OSError as error:
+                for log in logs.values():
+                    log.close()
+                raise UserError(
+                    f"Worker {spec.rank} could not be started.",
+                    why=f"{error.strerror}: {spec.log_path}",
+                    hint="check the run folder",
+                ) from error
+        return logs
+
+    def _take_back(self, workers: Sequence[WorkerSpec]) -> None:
+        """Not all could be started: end those that were, as if nobody had asked."""
+        for spec in workers:
+            self.kill(spec.rank)
+        deadline = time.monotonic() + STOP_SECONDS
+        ranks = {spec.rank for spec in workers if spec.rank in self._workers and self._workers[spec.rank].pid}
+        while ranks & set(self._workers) and time.monotonic() < deadline:
+            self._wait(0.05)
+            self._catch_up()
+        for spec in workers:
+            self._bury(spec.rank, None)
+        ended = {spec.rank for spec in workers}
+        self._exits = [end for end in self._exits if end.rank not in ended]
+
+    def poll(self, timeout_seconds: float = 0.0) -> Sequence[WorkerExit]:
+        with self._listening():
+            if not self._exits:
+                self._wait(timeout_seconds)
+        exits, self._exits = self._exits, []
+        return exits
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        """In here the listener is told what workers say; what they say at other times is told when this begins."""
+        self._is_listening = True
+        try:
+            self._catch_up()
+            yield
+        finally:
+            self._is_listening = False
+
+    def _catch_up(self) -> None:
+        late, self._late, self._num_late_bytes = self._late, [], 0
+        for agent, message in late:
+            self._act(agent, *message, is_late=True)
+
+    def tell(self, rank: int, line: bytes) -> bool:
+        worker = self._workers.get(rank)
+        if worker is not None and worker.num_unread + len(line) > MAX_UNREAD_BYTES:
+            self._wait(0.0)
+        if worker is None or worker.is_deaf or worker.num_unread + len(line) > MAX_UNREAD_BYTES:
+            return False
+        worker.num_unread += len(line)
+        self._send(worker.agent, ["tell", rank, line])
+        return True
+
+    def kill(self, rank: int) -> bool:
+        worker = self._workers.get(rank)
+        if worker is None:
+            return False
+        self._send(worker.agent, ["kill", rank])
+        return True
+
+    def signal(self, number: int, rank: int | None = None) -> None:
+        for agent in self._agents:
+            if rank is None or (rank in self._workers and self._workers[rank].agent is agent):
+                self._send(agent, ["signal", int(number), rank])
+
+    def keep_spare(self, spec: WorkerSpec) -> bool:
+        for agent in {id(worker.agent): worker.agent for worker in self._workers.values()}.values():
+            self._send(agent, ["spare", asdict(spec)])
+        return bool(self._workers)
+
+    def take_stacks(self, run_dir: str, reason: str, working_dir: str) -> "dict[int, Stack]":
+        from shoal.engine.stacks import Stack, keep_text
+
+        reply, number = self._ask_all("stacks", run_dir, reason, working_dir)
+        self._await_reply(number, STACKS_SECONDS)
+        taken = [Stack(**facts) for answer in reply.values for facts in answer]
+        return {stack.rank: keep_text(stack) for stack in taken if stack.rank in self._workers}
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return {rank: worker.pid for rank, worker in self._workers.items()}
+
+    def stop(self, grace_seconds: float) -> None:
+        if self._selector is None:
+            return
+        with self._listening():
+            reply, number = self._ask_all("stop", grace_seconds)
+            self._await_reply(number, grace_seconds + STOP_SECONDS)
+            for agent in [agent for agent in self._agents if agent.name in reply.waiting]:
+                self._lose(agent)
+            for rank in list(self._workers):
+                self._bury(rank, -signal.SIGKILL)
+
+    def close(self) -> None:
+        if self._selector is None:
+            return
+        self._is_closed.set()
+        for agent in self._agents:
+            with contextlib.suppress(OSError):
+                agent.line.put(["end"])
+                agent.line.flush()
+            agent.line.close()
+        self._agents.clear()
+        if self._door is not None:
+            self._door.close()
+        self._selector.close()
+        self._selector = None
+        self._ground.close()
+
+    # What agents say.
+
+    def _wait(self, timeout_seconds: float) -> None:
+        if self._selector is None:
+            return
+        pending = any(agent.lost_at is not None for agent in self._agents)
+        most = min(timeout_seconds, BEAT_SECONDS, 0.05 if pending else timeout_seconds)
+        for key, _ in self._selector.select(max(0.0, most)):
+            key.data()
+        self._look_at_silence()
+        if self._is_gathered and time.monotonic() >= self._ground_due:
+            self._ground_due = time.monotonic() + GROUND_SECONDS
+            with contextlib.suppress(UserError):  # those that run go on, whatever the ground says of others
+                self._ground.look()
+
+    def _send(self, agent: _Agent, message: list[Any]) -> None:
+        """Send without ever waiting; what the network does not take now goes when it does."""
+        if agent.lost_at is not None:
+            return
+        agent.line.put(message)
+        self._flush(agent)
+
+    def _flush(self, agent: _Agent) -> None:
+        assert self._selector is not None
+        if agent.lost_at is not None:
+            return
+        try:
+            is_waiting = agent.line.flush()
+        except OSError as error:
+            self._hang_up(agent, error)
+            return
+        if is_waiting != agent.is_watched_for_room:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_waiting else 0)
+            self._selector.modify(agent.line, events, partial(self._hear, agent))
+            agent.is_watched_for_room = is_waiting
+
+    def _hear(self, agent: _Agent) -> None:
+        if agent.is_watched_for_room:
+            self._flush(agent)
+        heard = agent.line.num_heard_bytes
+        try:
+            messages = agent.line.receive() if agent.lost_at is None else []
+        except (OSError, EOFError, Refused) as error:
+            self._hang_up(agent, error)
+            return
+        if agent.line.num_heard_bytes > heard:
+            agent.heard_at = time.monotonic()
+        for message in messages:
+            self._act(agent, *message)
+
+    def _act(self, agent: _Agent, kind: str, *facts: Any, is_late: bool = False) -> None:
+        match kind:
+            case "hello":
+                self._welcome(agent, facts[0])
+            case "output" | "control" | "exit" if not (self._is_listening or is_late):
+                self._put_off(agent, [kind, *facts])
+            case "output" | "control" | "exit" | "told":
+                worker = self._workers.get(facts[0])
+                if worker is not None and worker.agent is agent:
+                    self._act_for(worker, kind, *facts[1:])
+            case "started" | "stacks" | "stopped" | "refused":
+                self._answer(agent, kind, *facts)
+            case "clock":
+                self._read_clock(agent, *facts)
+            case "system" if self._is_listening and agent.berth is not None:
+                sample = msgspec.convert(facts[0], SystemSample)
+                self._listener.system(replace(sample, node=agent.berth.node))
+            case "problem":
+                self._listener.problem(f"{agent.name}: {facts[0]}")
+
+    def _read_clock(self, agent: _Agent, asked_at: float, theirs: float) -> None:
+        agent.clock.add(time.monotonic() - asked_at, theirs, time.time())
+        ranks = sorted(rank for rank, worker in self._workers.items() if worker.agent is agent)
+        if agent.berth is not None and (news := agent.clock.news(agent.berth.node, ranks)) is not None:
+            self._listener.clock(news)
+
+    def _put_off(self, agent: _Agent, message: list[Any]) -> None:
+        """Nobody listens now. Who prints very much meanwhile is heard all the same: memory is not for that."""
+        self._late.append((agent, message))
+        self._num_late_bytes += len(message[2]) if message[0] == "output" else 0
+        if self._num_late_bytes > MAX_LATE_BYTES:
+            self._catch_up()
+
+    def _act_for(self, worker: _Worker, kind: str, *facts: Any) -> None:
+        match kind:
+            case "output":
+                worker.log.write(facts[0])
+                self._listener.output(worker.rank, facts[0])
+            case "control":
+                self._listener.control(worker.rank, facts[0])
+            case "exit":
+                self._bury(worker.rank, facts[0], facts[1])
+            case "told":
+                worker.num_unread -= facts[0]
+                worker.is_deaf |= not facts[1]
+
+    def _welcome(self, agent: _Agent, facts: Mapping[str, Any]) -> None:
+        try:
+            check_versions(facts["node"] or facts["host"], facts["versions"], versions())
+        except UserError as error:
+            if not self._is_gathered:
+                raise
+            self._listener.problem(f"{error.message} It takes no part.")
+            self._hang_up(agent, EOFError())
+            return
+        agent.berth = Berth(
+            agent=facts["name"],
+            node=facts["node"] or facts["host"],
+            order=facts["order"],
+            address=facts["address"],
+            interface=facts["interface"],
+            num_slots=facts["num_slots"],
+            ports=tuple(facts["ports"]),
+            cores=facts["cores"],
+            memory=facts["memory"],
+            gpus=tuple(facts["gpus"]),
+        )
+        for other in [each for each in self._agents if each is not agent and each.name == agent.name]:
+            self._hang_up(other, EOFError())  # one that comes in its place knows that it is gone, or will be
+
+    def _answer(self, agent: _Agent, kind: str, number: int, *facts: Any) -> None:
+        reply = self._replies.get(number)
+        if reply is None:
+            return
+        reply.waiting.discard(agent.name)
+        if kind == "refused":
+            reply.refusal = facts[0], facts[1], facts[2]
+        elif facts:
+            reply.values.append(facts[0])
+
+    # Questions.
+
+    def _new_question(self, agents: Sequence[str] | Mapping[str, Any]) -> tuple[_Reply, int]:
+        self._num_asked += 1
+        reply = self._replies[self._num_asked] = _Reply(set(agents))
+        return reply, self._num_asked
+
+    def _ask_all(self, kind: str, *facts: Any) -> tuple[_Reply, int]:
+        present = [agent for agent in self._agents if agent.berth is not None and agent.lost_at is None]
+        reply, number = self._new_question([agent.name for agent in present])
+        for agent in present:
+            self._send(agent, [kind, number, *facts])
+        return reply, number
+
+    def _await_reply(self, number: int, seconds: float) -> None:
+        reply, deadline = self._replies[number], time.monotonic() + seconds
+        while reply.waiting and time.monotonic() < deadline:
+            for agent in self._agents:
+                self._flush(agent)
+            self._wait(min(0.1, seconds))
+            if reply.waiting - {agent.name for agent in self._agents if agent.lost_at is None}:
+                break  # one of them was lost, and will not answer
+        del self._replies[number]
+
+    # Losses.
+
+    def _find(self, name: str) -> _Agent | None:
+        return next((agent for agent in self._agents if agent.name == name and agent.lost_at is None), None)
+
+    def _hang_up(self, agent: _Agent, error: Exception) -> None:
+        """An agent is gone, or cannot be reached. Its workers count as ended when they must have.
+
+        Where its machine says that it is gone, that is in a moment. Where only the way there is broken, it has to
+        find out by the silence.
+        """
+        assert self._selector is not None
+        if agent.lost_at is None:
+            agent.lost_at = time.monotonic() + ORPHANED_SECONDS
+            if not isinstance(error, (EOFError, ConnectionError)):
+                agent.lost_at = max(agent.lost_at, agent.heard_at + SILENT_SECONDS)
+            self._selector.unregister(agent.line)
+            agent.line.close()
+
+    def _look_at_silence(self) -> None:
+        now = time.monotonic()
+        if self._door is not None:
+            self._door.turn_away_slow(now)
+        for agent in list(self._agents):
+            if agent.lost_at is None and now - agent.heard_at > SILENT_SECONDS:
+                self._hang_up(agent, TimeoutError())
+            is_idle = all(worker.agent is not agent for worker in self._workers.values())
+            if agent.lost_at is not None and now >= agent.lost_at and (self._is_listening or is_idle):
+                self._lose(agent)
+
+    def _lose(self, agent: _Agent) -> None:
+        self._hang_up(agent, TimeoutError())
+        self._agents.remove(agent)
+        for rank in [rank for rank, worker in self._workers.items() if worker.agent is agent]:
+            self._bury(rank, -signal.SIGKILL)
+        if agent.berth is not None and self._find(agent.name) is None:
+            self._listener.problem(f"lost {agent.berth.node} ({agent.berth.address})")
+            self._ground.replace(agent.name)
+
+    def _bury(self, rank: int, code: int | None, result: bytes | None = None) -> None:
+        """A worker has ended; without a code, nobody is told."""
+        worker = self._workers.pop(rank, None)
+        if worker is None:
+            return
+        worker.log.close()
+        if code is not None:
+            self._exits.append(WorkerExit(rank=rank, code=code, time=time.time(), result=result))
+
+
+def _no_room(rank: int) -> UserError:
+    return UserError(
+        f"Worker {rank} could not be started.",
+        why="there is no machine for it now",
+        hint="`shoal nodes` shows which machines are there",
+    )
+
+
+def _lost_on_the_way(rank: int) -> UserError:
+    return UserError(
+        f"Worker {rank} could not be started.",
+        why="its machine was lost at this moment, or does not answer",
+        hint="`shoal nodes` shows which machines are there",
+    )
+
+
+def check_versions(node: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
+    """Raise UserError where a machine has another Python, torch or shoal than this one."""
+    for name in ("shoal", "python", "torch"):
+        if theirs.get(name) != ours.get(name):
+            there, here = theirs.get(name, "none"), ours.get(name, "none")
+            raise UserError(
+                f"{node} has {name} {there}, and the launcher has {here}.",
+                why="workers of different versions do not understand each other, or compute different numbers",
+                hint=f"install {name} {here} on {node}, or {there} here",
+            )

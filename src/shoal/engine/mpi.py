@@ -1,0 +1,47 @@
+"""Agents that mpirun starts: workers on the hosts that a user names, or on those of a Slurm allocation."""
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+
+from shoal.engine.hosts import Host, HostsGround, parse_hosts
+from shoal.engine.machine import available_cores, route_to
+from shoal.spec.errors import UserError
+
+HERE = ("localhost", "127.0.0.1")
+
+
+def make_ground(hosts: str | None, options: dict[str, str]) -> HostsGround:
+    """Machines reached by mpirun. Without hosts it is this one, with a slot a core."""
+    mpirun = shutil.which("mpirun")
+    if mpirun is None:
+        raise UserError(
+            "mpirun was not found.",
+            why="`--engine mpi` starts workers with it",
+            hint="install OpenMPI, on Debian and Ubuntu with `apt install openmpi-bin`",
+        )
+    named = parse_hosts(hosts) if hosts is not None else [Host(name="localhost", num_slots=available_cores())]
+    remote = [host.name for host in named if host.name not in HERE]
+    more = _split(options.get("engine.mpirun", ""))
+    return HostsGround(
+        named,
+        route_to(remote[0]) if remote else "127.0.0.1",
+        lambda host, python: command_of(mpirun, more, host, python),
+    )
+
+
+def _split(words: str) -> list[str]:
+    try:
+        return shlex.split(words)
+    except ValueError as error:
+        raise UserError(f"engine.mpirun is {words!r}.", why=str(error), hint="close the quotation") from error
+
+
+def command_of(mpirun: str, more: Sequence[str], host: str, python: Sequence[str]) -> list[str]:
+    """One mpirun for each host: where a host is lost, mpirun ends all that it has started."""
+    as_root = ["--allow-run-as-root"] if os.getuid() == 0 else []
+    # An agent starts processes that use all cores. What it is bound to, they would be bound to.
+    free = ["--bind-to", "none", "--oversubscribe"]
+    return [mpirun, *as_root, *free, *more, "--host", f"{host}:1", "-n", "1", sys.executable, *python]

@@ -1,0 +1,426 @@
+"""Agents as actors of a Ray cluster: one for each worker, in placement groups."""
+
+import contextlib
+import gc
+import os
+import socket
+import sys
+import time
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.engine.agent import serve
+from shoal.engine.clusters import find_cluster
+from shoal.engine.env import has_ray_token, leave_ray, set_all, set_defaults
+from shoal.engine.machine import route_to
+from shoal.engine.wire import Invitation
+from shoal.spec.errors import UserError
+
+PROBE_SECONDS = 5.0
+END_SECONDS = 2.0
+GROWTH_SECONDS = 2.0
+"""How often a cluster that is to grow is looked at."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+COPIES = "working_dir_files"
+PLACEMENTS = {"pack": "PACK", "spread": "SPREAD", "strict-pack": "STRICT_PACK", "strict-spread": "STRICT_SPREAD"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What each worker needs of its machine, and how workers are to lie: `placement` is one of `PLACEMENTS`.
+
+    `labels` are those of nodes, which must all fit. `wait_seconds`: how long a cluster that grows by itself may take
+    to get the machines that it does not have.
+    """
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+    resources: Mapping[str, float]
+    labels: Mapping[str, str]
+    placement: str = "pack"
+    wait_seconds: float = 0.0
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        wanted = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
+        return {name: amount for name, amount in wanted.items() if amount}
+
+
+def read_request(options: Mapping[str, str]) -> Request:
+    """What the options `engine.*` ask of Ray. Raises UserError where they make no sense."""
+    placement = options.get("engine.placement", "pack")
+    if placement not in PLACEMENTS:
+        raise UserError(
+            f"engine.placement is {placement!r}.", hint=f"use one of: {', '.join(PLACEMENTS)}; pack is the default"
+        )
+    return Request(
+        cpus=_amount(options.get("engine.cpus", "1"), "engine.cpus"),
+        gpus=_amount(options.get("engine.gpus", "0"), "engine.gpus"),
+        resources={
+            name: _amount(value, "engine.resources")
+            for name, value in _pairs(options.get("engine.resources", ""), "engine.resources", "disk=1")
+        },
+        labels=dict(_pairs(options.get("engine.labels", ""), "engine.labels", "zone=a")),
+        placement=placement,
+        wait_seconds=_amount(options.get("engine.wait", "0"), "engine.wait"),
+    )
+
+
+def _amount(text: str, name: str) -> float:
+    try:
+        amount = float(text)
+    except ValueError:
+        amount = -1.0
+    if not 0 <= amount < 1e9:
+        raise UserError(f"{name} is {text!r}, which is not an amount.", hint="give it a number, 0 or more")
+    return amount
+
+
+def _pairs(text: str, name: str, example: str) -> list[tuple[str, str]]:
+    pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
+    if any(not key or not sign for key, sign, _ in pairs):
+        raise UserError(f"{name} is {text!r}.", why="it is a list of NAME=VALUE", hint=f"for example: `{example}`")
+    return [(key, value) for key, _, value in pairs]
+
+
+def make_ground(address: str | None, options: Mapping[str, str]) -> "RayGround":
+    """The Ray cluster at this address; without one, that which this process is connected to, or this machine is in.
+
+    `local` starts one on this machine that ends with us.
+    """
+    request = read_request(options)
+    ray, is_ours = connect(address)
+    return RayGround(ray, request, is_ours=is_ours)
+
+
+def connect(address: str | None) -> tuple[Any, bool]:
+    """Ray, connected to the cluster at this address, as `make_ground` says; and whether it was not before."""
+    cluster = find_cluster() if address is None else None
+    more: dict[str, str] = {}
+    if cluster is not None and "ray" not in sys.modules:
+        set_all(cluster.env)
+        # A machine may have several networks, and only one of them is the cluster's.
+        address, more = cluster.address, {"_node_ip_address": cluster.node_address}
+    ray = import_ray()
+    if ray.is_initialized():
+        return ray, False
+    _connect(ray, address, more)
+    return ray, True
+
+
+def import_ray() -> Any:
+    """Ray, with what it says about itself kept down, and its secret used where there is one."""
+    quiet = {
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # Seconds that it tries to reach a cluster that refuses it.
+        "RAY_NUM_REDIS_GET_RETRIES": "6",
+    }
+    # What `ray start` does by itself where there is a token; a driver that names an address does not.
+    set_defaults(quiet | ({"RAY_AUTH_MODE": "token"} if has_ray_token() else {}))
+    is_collecting = gc.isenabled()
+    gc.disable()  # a tenth of the time would go into looking for garbage among what is imported
+    try:
+        import ray
+    except ImportError:
+        raise UserError("Ray is not installed.", hint="run `pip install 'shoal[ray]'`") from None
+    finally:
+        if is_collecting:
+            gc.enable()
+    return ray
+
+
+def _connect(ray: Any, address: str | None, more: Mapping[str, str]) -> None:
+    if address is not None and address not in ("local", "auto"):
+        probe(address)
+    try:
+        ray.init(address or "auto", log_to_driver=False, logging_level="ERROR", namespace="shoal", **more)
+    except ConnectionError as error:
+        raise no_cluster(address, str(error)) from error
+    except (RuntimeError, ValueError) as error:
+        raise _refused(address, str(error)) from error
+
+
+def probe(address: str, usual_port: int = 10001) -> None:
+    """Raise UserError unless somebody listens there: Ray itself would try for minutes."""
+    place = urllib.parse.urlsplit(address if "//" in address else f"//{address}")
+    try:
+        host, port = place.hostname or "", place.port or usual_port
+    except ValueError:
+        raise UserError(f"--address {address!r} is not HOST:PORT.", hint="for example: `10.0.0.1:6379`") from None
+    try:
+        socket.create_connection((host, port), timeout=PROBE_SECONDS).close()
+    except OSError as error:
+        raise no_cluster(address, f"{host}, port {port}: {error.strerror or error}") from error
+
+
+def no_cluster(address: str | None, why: str) -> UserError:
+    """What to say where no cluster is, or none that lets us in."""
+    return UserError(
+        f"There is no Ray cluster at {address} for us." if address else "This machine is in no Ray cluster.",
+        why=why.strip().splitlines()[0] if why.strip() else "",
+        hint="start one with `shoal up --cluster`, name one with `--address HOST:PORT`, or try one on this machine "
+        "alone with `--address local`; if it wants a token, RAY_AUTH_TOKEN_PATH says where that is",
+    )
+
+
+def _refused(address: str | None, why: str) -> UserError:
+    line = next((line for line in why.splitlines() if "ersion" in line), why.strip().splitlines()[0] if why else "")
+    is_version = "ersion mismatch" in why
+    return UserError(
+        f"The Ray cluster{f' at {address}' if address else ''} cannot be used from here.",
+        why=" ".join(why.split())[:400] if is_version else line,
+        hint="install the same Ray and Python on both sides"
+        if is_version
+        else "run this on a machine of the cluster, or use its client address `ray://HOST:10001`",
+    )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Slot:
+    """One agent to be: its place in a placement group, and the call that it is in."""
+
+    number: int
+    group: Any
+    index: int
+    actor: Any = None
+    call: Any = None
+    due: float = 0.0
+    pause: float = FIRST_PAUSE
+
+
+class RayGround:
+    """One group for the workers that are needed, which start together or not at all; one for each that may join.
+
+    Ray restarts nothing of this: an agent that ends is started again when the launcher asks for it, where Ray has put
+    its place by then.
+    """
+
+    def __init__(self, ray: Any, request: Request, *, is_ours: bool) -> None:
+        self._ray, self._request, self._is_ours = ray, request, is_ours
+        self.host = _own_address(ray)
+        self._slots: list[_Slot] = []
+        self._groups: list[Any] = []
+        self._invitation: Invitation | None = None
+        self._least = 0
+        self._grow_until: float | None = None
+        self._look_due = 0.0
+        self._shipped = shipped_folder(_here())
+
+    def open(self, invitation: Invitation, num_slots: int, least: int) -> None:
+        self._invitation, self._least = invitation, least
+        if self._request.wait_seconds:
+            self._ask_for_machines(num_slots)
+            self._grow_until = time.monotonic() + self._request.wait_seconds
+        else:
+            check_room(self._ray, self._request, least)
+        groups = [self._new_group(least), *(self._new_group(1) for _ in range(num_slots - least))]
+        places = [(groups[0], index) for index in range(least)] + [(group, 0) for group in groups[1:]]
+        self._slots = [_Slot(number=n, group=group, index=index) for n, (group, index) in enumerate(places)]
+        for slot in self._slots:
+            self._start(slot)
+
+    def look(self) -> None:
+        now = time.monotonic()
+        calls = {slot.call: slot for slot in self._slots if slot.call is not None}
+        ended, _ = self._ray.wait(list(calls), num_returns=len(calls), timeout=0) if calls else ([], [])
+        for call in ended:
+            slot = calls[call]
+            why = self._why_ended(slot)
+            slot.call = None
+            if why is not None and slot.number < self._least:
+                raise why
+        for slot in self._slots:
+            if slot.call is None and slot.due and now >= slot.due:
+                self._start(slot)
+        if self._grow_until is not None and now > self._look_due:
+            self._look_due = now + GROWTH_SECONDS
+            self._see_to_growth(now > self._grow_until)
+
+    def _see_to_growth(self, is_late: bool) -> None:
+        """Withdraw what was asked for when all have their places, or in the end: what is in use is not taken away.
+
+        Ray keeps one such request for the whole cluster, for ever: one that outlives its run keeps machines running.
+        """
+        if is_late or all(group.wait(0) for group in self._groups):
+            self._grow_until = None
+            self._ask_for_machines(0)
+        if is_late:
+            check_room(self._ray, self._request, self._least)
+
+    def replace(self, agent: str) -> None:
+        slot = self._slots[int(agent)]
+        self._kill(slot)
+        if slot.number >= self._least:
+            # Ray moves places of a machine that is gone once it is sure of that, which takes it some 15 s.
+            with contextlib.suppress(Exception):  # a cluster that is gone has no places at all
+                self._ray.util.remove_placement_group(slot.group)
+                self._groups.remove(slot.group)
+                slot.group = self._new_group(1)
+        slot.due = time.monotonic() + slot.pause
+        slot.pause = min(LONGEST_PAUSE, 2 * slot.pause)
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):  # a cluster that is gone needs no giving back
+            calls = [slot.call for slot in self._slots if slot.call is not None]
+            if calls:
+                self._ray.wait(calls, num_returns=len(calls), timeout=END_SECONDS)
+            for slot in self._slots:
+                self._kill(slot)
+            for group in self._groups:
+                self._ray.util.remove_placement_group(group)
+            if self._grow_until is not None:
+                self._ask_for_machines(0)
+        self._slots, self._groups = [], []
+        if self._is_ours:
+            self._ray.shutdown()
+
+    def _new_group(self, count: int) -> Any:
+        labels = [dict(self._request.labels)] * count if self._request.labels else None
+        group = self._ray.util.placement_group(
+            [self._request.bundle] * count,
+            strategy=PLACEMENTS[self._request.placement],
+            bundle_label_selector=labels,
+        )
+        self._groups.append(group)
+        return group
+
+    def _start(self, slot: _Slot) -> None:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=slot.group, placement_group_bundle_index=slot.index
+        )
+        options = {
+            "num_cpus": self._request.cpus,
+            "num_gpus": self._request.gpus,
+            "resources": dict(self._request.resources),
+            "scheduling_strategy": strategy,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+        }
+        slot.actor = self._ray.remote(RayAgent).options(**options).remote()
+        slot.call = slot.actor.serve.remote(self._invitation, str(slot.number), self._shipped)
+        slot.due = 0.0
+
+    def _kill(self, slot: _Slot) -> None:
+        if slot.actor is not None:
+            with contextlib.suppress(Exception):
+                self._ray.kill(slot.actor, no_restart=True)
+        slot.actor = slot.call = None
+
+    def _why_ended(self, slot: _Slot) -> UserError | None:
+        """Why an agent could not work; None where it ended in an ordinary way, or with its machine."""
+        errors = self._ray.exceptions
+        try:
+            self._ray.get(slot.call)
+        except (errors.RayActorError, errors.RaySystemError, errors.NodeDiedError) as error:
+            return _cannot_import(str(error)) if "ModuleNotFoundError" in str(error) else None
+        except Exception as error:
+            cause = getattr(error, "cause", error)
+            return cause if isinstance(cause, UserError) else _cannot_import(str(error))
+        return None
+
+    def _ask_for_machines(self, count: int) -> None:
+        """Let a cluster that grows by itself know at once how many there will be; with 0, that none are needed."""
+        from ray.autoscaler.sdk import request_resources
+
+        labels = [dict(self._request.labels)] * count if self._request.labels else None
+        request_resources(bundles=[self._request.bundle] * count, bundle_label_selectors=labels)
+
+    def waiting_for(self) -> str:
+        if all(group.wait(0) for group in self._groups):
+            return "agents are starting"
+        free = self._ray.available_resources()
+        return f"each worker needs {_tell(self._request.bundle)}; free in the cluster: {_tell(free) or 'nothing'}"
+
+
+class RayAgent:
+    """What runs on a node of the cluster."""
+
+    def serve(self, invitation: Invitation, name: str, shipped: str | None) -> str:
+        """`shipped` is the launcher's folder, where Ray has copied that to all machines: it is where we are now."""
+        ray = import_ray()
+        leave_ray()
+        moved = None if shipped is None else (shipped, os.getcwd())
+        return serve(invitation, name, str(ray.util.get_node_ip_address()), 1, moved=moved)
+
+
+def check_room(ray: Any, request: Request, least: int) -> None:
+    """Raise UserError where the machines of a cluster, all of them free, could not take so many workers."""
+    nodes = [
+        {"name": node["NodeManagerAddress"], "total": node["Resources"], "labels": node.get("Labels") or {}}
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    fitting = count_fitting(nodes, request)
+    if fitting < least:
+        has = ", ".join(f"{node['name']}: {_tell(node['total'])}" for node in nodes) or "no machine"
+        raise UserError(
+            f"The Ray cluster has room for {fitting} workers, and {least} are needed.",
+            why=f"each needs {_tell(request.bundle)}{_tell_labels(request.labels)}; there is {has}",
+            hint="use `-n` with fewer, ask less for each (`-o engine.cpus=0.5`), add machines, or, if the "
+            "cluster grows by itself, give it time: `-o engine.wait=600`",
+        )
+
+
+def count_fitting(nodes: Sequence[Mapping[str, Any]], request: Request) -> int:
+    """How many workers the cluster could have if nobody else used it. Pure."""
+    fits = [
+        min((int(node["total"].get(name, 0.0) / amount + 1e-9) for name, amount in request.bundle.items()), default=0)
+        for node in nodes
+        if all(node["labels"].get(name) == value for name, value in request.labels.items())
+    ]
+    match request.placement:
+        case "strict-spread":
+            return sum(fit > 0 for fit in fits)
+        case "strict-pack":
+            return max(fits, default=0)
+    return sum(fits)
+
+
+def _tell(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(resources.items()) if _is_telling(name))
+
+
+def _is_telling(name: str) -> bool:
+    """Ray counts more than people want to know: an own resource for each node and each placement group."""
+    return not name.startswith("node:") and "_group_" not in name and "memory" not in name and name != "bundle"
+
+
+def _tell_labels(labels: Mapping[str, str]) -> str:
+    return f" on a machine with {', '.join(f'{k}={v}' for k, v in labels.items())}" if labels else ""
+
+
+def _cannot_import(why: str) -> UserError:
+    missing = next((line for line in why.splitlines() if "ModuleNotFoundError" in line), "")
+    return UserError(
+        "An agent could not be started on a machine of the Ray cluster.",
+        why=missing.strip() or " ".join(why.split())[:300],
+        hint="install the same shoal on all machines of the cluster",
+    )
+
+
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        raise UserError("The folder of this run does not exist any more.", hint="start it in one that does") from None
+
+
+def shipped_folder(folder: str) -> str | None:
+    """The copy of a user's folder that this one lies in, if Ray made one for a job that was submitted. Pure.
+
+    It makes a copy on every machine, below a folder of its own there.
+    """
+    above, found, rest = folder.partition(f"{os.sep}{COPIES}{os.sep}")
+    return above + found + rest.partition(os.sep)[0] if found else None
+
+
+def _own_address(ray: Any) -> str:
+    """Where the machines of the cluster reach this one."""
+    if ray.util.client.ray.is_connected():
+        address = ray.util.client.ray.get_context().client_worker.address
+        return route_to(urllib.parse.urlsplit(f"//{address}").hostname or "")
+    return str(ray.util.get_node_ip_address())

@@ -1,0 +1,308 @@
+"""Verbs that start runs, here or on a cluster."""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shoal.spec.errors import UserError
+from shoal.verb_parser import Parser, add_address, parse_count
+
+if TYPE_CHECKING:
+    from shoal.observe.runs import RunInfo
+    from shoal.spec.job import Job
+
+_RUN_OPTIONS: Sequence[tuple[tuple[str, ...], dict[str, Any]]] = (
+    (
+        ("-n", "--num-workers"),
+        {
+            "metavar": "N|MIN:MAX|auto",
+            "default": None,
+            "help": "how many workers (default: 1); with MIN:MAX they may come and go",
+        },
+    ),
+    (("-m", "--module"), {"action": "store_true", "help": "SCRIPT is a module, as with `python -m`"}),
+    (("--python",), {"metavar": "PATH", "help": "interpreter of the workers (default: this one)"}),
+    (("--env",), {"metavar": "K=V", "action": "append", "help": "set a variable for the workers; may be repeated"}),
+    (
+        ("--engine",),
+        {"metavar": "NAME", "default": "local", "help": "local, ray, mpi or spark: see docs/clusters.md"},
+    ),
+    (("--address",), {"metavar": "HOST:PORT", "help": "the Ray cluster (default: the one that this machine is in)"}),
+    (("--hosts",), {"metavar": "A:2,B:2", "help": "hosts for mpirun, each with its number of slots"}),
+    (("--master",), {"metavar": "URL", "help": "the Spark master"}),
+    (("--threads",), {"metavar": "N", "help": "threads of each worker (default: cores / workers)"}),
+    (("--framework",), {"metavar": "NAME", "default": "torch", "help": "torch (the default), tensorflow or jax"}),
+    (("--log-dir",), {"metavar": "DIR", "help": "the run folder (default: ~/.shoal/runs/NAME)"}),
+    (("--name",), {"metavar": "NAME", "help": "name of the run (default: made of time and script)"}),
+    (("--resume",), {"metavar": "RUN", "help": "go on with a run, in its folder; SCRIPT may be left out"}),
+    (("-o", "--option"), {"metavar": "K=V", "action": "append", "help": "an option of shoal; may be repeated"}),
+    (("--faults",), {"metavar": "FILE", "help": "what is to go wrong on purpose, as JSON: see docs/faults.md"}),
+    (
+        ("--to",),
+        {"metavar": "TOOL[:PLACE]", "action": "append", "help": "send the numbers there too: see docs/exporting.md"},
+    ),
+    (("--json",), {"action": "store_true", "help": "in the end print a summary as JSON; output goes to stderr"}),
+    (("--quiet",), {"action": "store_true", "help": "show nothing but errors; logs are written all the same"}),
+)
+
+
+def run(argv: list[str]) -> int:
+    """`shoal run`: start a script with several workers."""
+    ours, rest = split_at_script(argv)
+    options = _run_parser().parse_args(ours)
+    from shoal.engine.grounds import Where
+    from shoal.run import Keep, run_job
+
+    resumed = _find_resumed(options) if options.resume is not None else None
+    job = _read_job(options, rest, resumed.facts.get("job", {}) if resumed else {})
+    keep = Keep(
+        dir=resumed.path if resumed else options.log_dir,
+        name=_check_name(options),
+        is_resumed=resumed is not None,
+        command=("shoal", "run", *argv),
+        send_to=tuple(dict.fromkeys(options.to or ())),
+    )
+    where = Where(
+        engine=options.engine,
+        address=options.address,
+        hosts=options.hosts,
+        master=options.master,
+        options={name: value for name, value in job.options.items() if name.startswith("engine.")},
+    )
+    outcome = run_job(job, keep=keep, out=sys.stderr if options.json else None, is_quiet=options.quiet, where=where)
+    if options.json:
+        import json
+
+        sys.stdout.write(json.dumps(summary_of(outcome)) + "\n")
+    return outcome.exit_code
+
+
+def _run_parser() -> Parser:
+    parser = Parser("run", "Start a script with several workers on this machine.", "[-n N] [OPTIONS] SCRIPT [ARGS]")
+    for flags, settings in _RUN_OPTIONS:
+        parser.add_argument(*flags, **settings)
+    return parser
+
+
+def split_at_script(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our own options, and the script with everything that is the script's. `--` may stand between them."""
+    with_value = {
+        flag for flags, settings in _RUN_OPTIONS if settings.get("action") != "store_true" for flag in flags
+    }
+    place = 0
+    while place < len(argv) and argv[place].startswith("-") and argv[place] != "-":
+        if argv[place] == "--":
+            return list(argv[:place]), list(argv[place + 1 :])
+        place += 2 if argv[place] in with_value else 1
+    return list(argv[:place]), list(argv[place:])
+
+
+_NOT_SUBMITTED = ("--engine", "--hosts", "--master", "--faults", "--quiet", "--json")
+"""Options of `shoal run` that make no sense where nobody watches, or are said otherwise."""
+
+
+def submit(argv: list[str]) -> int:
+    """`shoal submit`: hand a script to a cluster, where it goes on without us."""
+    parser = Parser("submit", "Hand a script to a Ray cluster and return.", "[-n N] [OPTIONS] SCRIPT [ARGS]")
+    for flags, settings in _RUN_OPTIONS:
+        if flags[-1] not in _NOT_SUBMITTED:
+            parser.add_argument(*flags, **settings)
+    parser.add_argument("-f", "--follow", action="store_true", help="show what it prints; Ctrl-C leaves it alone")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(faults=None)
+    ours, rest = split_at_script(argv)
+    options = parser.parse_args(ours)
+    job = _read_job(options, rest, {})
+    from random import SystemRandom
+    from time import time
+
+    from shoal.cluster import submitted
+    from shoal.cluster.shipping import Submission, check_run_name, inside
+    from shoal.engine.entry import entry_of
+    from shoal.observe.folder import new_run_name
+    from shoal.run import check_options, command_facts
+
+    if job.num_workers is None:
+        raise UserError("-n auto measures on this machine alone.", hint="give -n a number")
+    if options.resume is not None and (options.log_dir or options.name):
+        raise UserError("--resume goes on in the folder of that run.", hint="leave --log-dir and --name out")
+    if options.log_dir is not None and not os.path.isabs(options.log_dir):
+        raise UserError(
+            f"--log-dir {options.log_dir!r} is not a path on the head of the cluster.",
+            why="the run goes on there, in a copy of this folder",
+            hint="begin it with `/`; a folder that all machines share is best",
+        )
+    entry_of(job)
+    check_options(job)
+    script = job.module or inside(job.script or "", job.working_dir)
+    folder_name = os.path.basename(os.path.normpath(options.log_dir)) if options.log_dir is not None else None
+    name = options.resume or _check_name(options) or folder_name or new_run_name(script, time(), SystemRandom())
+    submission = Submission(
+        name=check_run_name(name),
+        dir=options.log_dir,
+        run_args=_handed_on(options, script, job.args),
+        folder=job.working_dir,
+        num_workers=job.min_workers or job.num_workers,
+        options={key: value for key, value in job.options.items() if key.startswith("engine.")},
+        env=dict(job.env),
+        is_resumed=options.resume is not None,
+        command=" ".join(command_facts(("shoal", "submit", *argv), job.env)),
+        by=submitted.submitter(),
+    )
+    return submitted.submit(submission, options.address, as_json=options.json, follow=options.follow)
+
+
+def _handed_on(options: argparse.Namespace, script: str, args: Sequence[str]) -> list[str]:
+    """What `shoal run` on the head is told. Variables go another way, which is not shown to everybody."""
+    given = [
+        *(("-n", options.num_workers) if options.num_workers is not None else ()),
+        *(("--python", options.python) if options.python is not None else ()),
+        *(("--threads", options.threads) if options.threads is not None else ()),
+        *("--framework", options.framework),
+        *(part for text in options.option or () for part in ("-o", text)),
+        *(part for text in options.to or () for part in ("--to", text)),
+        *(("-m",) if options.module else ()),
+    ]
+    return [*given, "--", script, *args]
+
+
+def cancel(argv: list[str]) -> int:
+    """`shoal cancel`: end a run that was submitted."""
+    parser = Parser("cancel", "End a run that was submitted to a cluster.", "RUN [--address HOST:PORT] [--json]")
+    parser.add_argument("run", metavar="RUN")
+    add_address(parser)
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    options = parser.parse_args(argv)
+    from shoal.cluster import submitted
+
+    return submitted.cancel(options.run, options.address, as_json=options.json)
+
+
+def _read_job(options: argparse.Namespace, rest: list[str], recorded: Mapping[str, Any]) -> "Job":
+    """The job that was asked for; `recorded` is that of the run it goes on with."""
+    from shoal.spec.job import Job
+
+    if rest:
+        script, module = (None, rest[0]) if options.module else (rest[0], None)
+    else:
+        script, module = recorded.get("script"), recorded.get("module")
+    if not script and not module:
+        raise UserError("No script was named.", hint="for example: `shoal run -n 2 train.py`")
+    if options.num_workers is None:
+        least, most = recorded.get("min_workers"), recorded.get("num_workers", 1)
+    else:
+        least, most = parse_range(options.num_workers)
+    if least is not None and options.framework != "torch":
+        raise UserError(
+            f"Workers cannot come and go under --framework {_check_framework(options.framework)}.",
+            why="its variables tell each of them who the others are, once",
+            hint=f"use `-n {most}`",
+        )
+    return Job(
+        script=script,
+        module=module,
+        args=tuple(rest[1:] if rest else recorded.get("args", ())),
+        num_workers=most,
+        min_workers=least,
+        threads_per_worker=None if options.threads is None else parse_count(options.threads, "--threads"),
+        python=options.python,
+        env={**_read_faults(options.faults), **_parse_pairs(options.env, "--env")},
+        framework=_check_framework(options.framework),
+        options={**recorded.get("options", {}), **_parse_pairs(options.option, "-o")},
+        working_dir=_here() if rest else recorded.get("working_dir") or _here(),
+    )
+
+
+def _read_faults(path: str | None) -> dict[str, str]:
+    """The variable that tells workers of the faults in a file, which are looked at first."""
+    if path is None:
+        return {}
+    from shoal.testing.faults import Faults
+
+    Faults.read(path)
+    return {"SHOAL_FAULTS": f"@{os.path.abspath(path)}"}
+
+
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        raise UserError("The folder you are in does not exist any more.", hint="`cd` into one that does") from None
+
+
+def _find_resumed(options: argparse.Namespace) -> "RunInfo":
+    from shoal.engine.env import shoal_home
+    from shoal.observe.runs import find_run
+
+    if options.log_dir or options.name:
+        raise UserError("--resume goes on in the folder of that run.", hint="leave --log-dir and --name out")
+    return find_run(shoal_home(), options.resume)
+
+
+def _check_name(options: argparse.Namespace) -> str | None:
+    name: str | None = options.name
+    if name is not None and options.log_dir is not None:
+        raise UserError(
+            "Both --log-dir and --name were given.",
+            why="each of them names the run folder",
+            hint="leave one of them out",
+        )
+    if name is not None and (os.sep in name or name in ("", ".", "..") or name.startswith("-") or "\0" in name):
+        raise UserError(f"{name!r} cannot be the name of a run.", hint="use letters, digits and dashes")
+    return name
+
+
+def _check_framework(name: str) -> str:
+    if name not in ("torch", "tensorflow", "jax"):
+        why = "those that are built on torch need none: Lightning, Accelerate and the Trainer of transformers"
+        raise UserError(f"There is no framework {name!r}.", why=why, hint="use `tensorflow`, `jax` or nothing at all")
+    return name
+
+
+def parse_range(text: str) -> tuple[int | None, int | None]:
+    """The value of `-n` as (least, most): 2:8 is (2, 8), and what may not change has no least."""
+    if ":" not in text:
+        return None, parse_workers(text)
+    ends = text.split(":")
+    if len(ends) != 2 or not all(end.strip().isdecimal() and end.isascii() for end in ends):
+        raise UserError(
+            f"-n {text!r} is not a range.",
+            why="it has two whole numbers: how many workers at least, and at most",
+            hint="for example: `-n 2:8`",
+        )
+    least, most = (parse_count(end, "-n") for end in ends)
+    if least > most:
+        raise UserError(
+            f"-n {text} asks for at least {least} workers and at most {most}.",
+            why="the smaller number comes first",
+            hint=f"use `-n {most}:{least}`",
+        )
+    return least, most
+
+
+def parse_workers(text: str) -> int | None:
+    """The value of `-n`: a count, or None for `auto`."""
+    return None if text == "auto" else parse_count(text, "-n", " or `auto`")
+
+
+def _parse_pairs(texts: Sequence[str] | None, flag: str) -> dict[str, str]:
+    pairs = {}
+    for text in texts or ():
+        name, has_value, value = text.partition("=")
+        if not has_value or not name.strip() or "\0" in text:
+            raise UserError(f"{flag} {text!r} is not of the form NAME=VALUE.", hint=f"for example: `{flag} SEED=1`")
+        pairs[name] = value
+    return pairs
+
+
+def summary_of(outcome: Any) -> dict[str, Any]:
+    """What `--json` prints about a run."""
+    from dataclasses import asdict
+
+    facts = asdict(outcome)
+    for end in facts["exits"]:
+        del end["result"]
+    failures = facts.pop("failures")
+    return {**facts, "cause": failures[0] if failures else None, "num_failures": len(failures)}
