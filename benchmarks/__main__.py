@@ -27,7 +27,11 @@ def main() -> int:
     parser.add_argument(
         "--peer-python", action="append", default=[], metavar="PEER=PATH", help="a peer's own Python: deepspeed=PATH"
     )
+    parser.add_argument(
+        "--clean-minutes", type=float, default=30.0, metavar="M", help="diagnose: minutes of runs without a fault"
+    )
     options = parser.parse_args()
+    harness.CLEAN_MINUTES = options.clean_minutes
     harness.PEER_PYTHONS.update(pair.split("=", 1) for pair in options.peer_python)
     if options.rounds < harness.MIN_ROUNDS and not options.quick:
         parser.error(f"--rounds must be at least {harness.MIN_ROUNDS}: fewer say nothing about the spread")

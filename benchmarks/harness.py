@@ -21,6 +21,8 @@ RESULTS = Path(__file__).parent / "results"
 MIN_ROUNDS = 5
 PEER_PYTHONS: dict[str, str] = {}
 """The Python to run a peer with, by the peer's name, where it has an environment of its own."""
+CLEAN_MINUTES = 30.0
+"""How long `diagnose` watches runs that nothing is done to."""
 
 
 def say(progress: str) -> None:

@@ -1,6 +1,7 @@
 """What every test may use."""
 
 import re
+import secrets
 import sys
 from collections import Counter
 from pathlib import Path
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from shoal.testing.rigs.machine import LACKS
+from shoal.testing.rigs.machine import LACKS, RigMissing
+from shoal.testing.rigs.stores import ObjectStore, object_store
 
 # The program that runs tests has a file, which processes that are spawned look for. One of pytest-xdist has none, and
 # would look like `python -c`.
@@ -20,12 +22,45 @@ settings.register_profile("shoal", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("shoal")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _home_of_fixtures(tmp_path_factory):
+    """What fixtures of a module or session run is not the user's either."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHOAL_HOME", str(tmp_path_factory.mktemp("home-of-fixtures")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def home(tmp_path_factory, monkeypatch):
     """Runs of tests are kept apart from the user's own."""
     folder = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("SHOAL_HOME", str(folder))
     return folder
+
+
+@pytest.fixture(scope="session")
+def object_server():
+    """An object store for all tests that need one; they have buckets of their own."""
+    pytest.importorskip("s3fs")
+    try:
+        with object_store() as store:
+            yield store
+    except RigMissing as error:
+        pytest.skip(f"{error.message} {error.why}")
+
+
+@pytest.fixture
+def bucket(object_server: ObjectStore, monkeypatch):
+    """The URL of an empty bucket, and the environment in which it can be used."""
+    import s3fs
+
+    for name, value in object_server.environment.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    name = f"bucket-{secrets.token_hex(4)}"
+    s3fs.S3FileSystem(use_listings_cache=False).mkdir(name)
+    yield f"s3://{name}"
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 @pytest.fixture

@@ -20,10 +20,12 @@ from shoal.spec.strategy import all_reduce, diloco, local, pipeline, sharded, te
 from shoal.version import __version__
 
 if TYPE_CHECKING:
+    from shoal.opened import open_run, runs
     from shoal.run import launch
     from shoal.task_run import map
     from shoal.train.loop import Trainer
     from shoal.train.own_group import group
+    from shoal.train.own_numbers import log
 
 __all__ = [
     "BugError",
@@ -41,8 +43,11 @@ __all__ = [
     "group",
     "launch",
     "local",
+    "log",
     "map",
+    "open_run",
     "pipeline",
+    "runs",
     "sharded",
     "tensor",
     "testing",
@@ -52,7 +57,10 @@ _LAZY = {
     "Trainer": "shoal.train.loop",
     "group": "shoal.train.own_group",
     "launch": "shoal.run",
+    "log": "shoal.train.own_numbers",
     "map": "shoal.task_run",
+    "open_run": "shoal.opened",
+    "runs": "shoal.opened",
     "testing": "shoal.testing",
 }
 

@@ -1,5 +1,6 @@
-"""What a launcher does when it is asked for something while a run goes on: `shoal resize`, `kill` and `stacks`."""
+"""What a launcher does when it is asked for something while a run goes on: `shoal resize`, `kill`, `stacks`, ..."""
 
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from shoal.spec.event import Event
 
 if TYPE_CHECKING:
     from shoal.elastic_run import ElasticRun
-    from shoal.engine.local import LocalEngine
+    from shoal.engine.engine import Engine
     from shoal.hanging import TakeStacks
 
 SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP, "TERM": signal.SIGTERM, "CONT": signal.SIGCONT}
@@ -18,10 +19,11 @@ SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP, "TERM": signal.SIGTER
 
 def answer(
     request: Mapping[str, Any],
-    engine: "LocalEngine",
+    engine: "Engine",
     elastic: "ElasticRun | None",
     write: Callable[[Event], None],
     take_stacks: "TakeStacks",
+    run_dir: str,
 ) -> dict[str, Any]:
     """Do what is asked and say what was done; raises UserError where that cannot be."""
     verb = request.get("verb")
@@ -31,6 +33,8 @@ def answer(
         return _kill(_whole(request, "rank"), str(request.get("signal")), engine, elastic, write)
     if verb == "stacks":
         return _stacks(take_stacks)
+    if verb == "record":
+        return _record(request, engine.pids, run_dir)
     raise UserError(f"This launcher does not know the request {str(verb)[:40]!r}.", hint="is it of another version?")
 
 
@@ -39,6 +43,37 @@ def _stacks(take_stacks: "TakeStacks") -> dict[str, Any]:
     taken = take_stacks("`shoal stacks` asked").values()
     keys = ("rank", "pid", "path", "begin", "why_none", "working_dir")
     return {"stacks": [{key: getattr(stack, key) for key in keys} for stack in taken]}
+
+
+def _record(request: Mapping[str, Any], pids: Mapping[int, int], run_dir: str) -> dict[str, Any]:
+    """Have one rank, or all, record more of its next steps. Whether it does is told in the journal."""
+    from shoal.observe.asks import MAX_STEPS, WHATS, Ask, write_ask
+
+    what, num_steps = str(request.get("what")), _whole(request, "num_steps")
+    if what not in WHATS:
+        raise UserError(f"This launcher cannot have {what[:40]!r} recorded.", hint="is it of another version?")
+    if not 1 <= num_steps <= MAX_STEPS:
+        raise UserError(f"{num_steps} steps cannot be recorded.", hint=f"ask for 1 to {MAX_STEPS:,}")
+    ranks = sorted(pids) if request.get("rank") is None else [_whole(request, "rank")]
+    if missing := [rank for rank in ranks if rank not in pids]:
+        raise _not_running(missing[0], pids)
+    word = os.urandom(8).hex()
+    try:
+        for rank in ranks:
+            ask = Ask(id=word, what=what, rank=rank, pid=pids[rank], num_steps=num_steps)
+            write_ask(run_dir, ask)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UserError(
+            "The ranks cannot be asked.", why=f"{why}: {run_dir}", hint="make room on that disk"
+        ) from error
+    return {"id": word, "ranks": ranks}
+
+
+def _not_running(rank: int, pids: Mapping[int, int]) -> UserError:
+    running = ", ".join(map(str, sorted(pids)))
+    why = f"these are: {running}" if running else "none is"
+    return UserError(f"There is no rank {rank} that runs.", why=why, hint="name one of those")
 
 
 def _whole(request: Mapping[str, Any], name: str) -> int:
@@ -68,7 +103,7 @@ def _resize(num_workers: int, elastic: "ElasticRun | None") -> dict[str, Any]:
 
 
 def _kill(
-    rank: int, name: str, engine: "LocalEngine", elastic: "ElasticRun | None", write: Callable[[Event], None]
+    rank: int, name: str, engine: "Engine", elastic: "ElasticRun | None", write: Callable[[Event], None]
 ) -> dict[str, Any]:
     pids = engine.pids
     if name not in SIGNALS:

@@ -8,8 +8,12 @@ from typing import Any
 
 from shoal.elastic.stall import Stall, Stalled
 from shoal.engine.entry import stacks_file
+from shoal.engine.native import find_py_spy, is_here, look_into, need_py_spy
+from shoal.engine.requests import ask
 from shoal.engine.stacks import Stack, read_text
 from shoal.engine.story import ranks as name_ranks
+from shoal.observe.clean import clean
+from shoal.observe.runs import RunInfo
 from shoal.spec.errors import UserError
 from shoal.spec.event import Event
 
@@ -81,6 +85,21 @@ def tell_stack(stack: Stack) -> str:
     return f"  rank {stack.rank} is in {stack.tell()}" if stack.thread else f"  rank {stack.rank}: {stack.why_none}"
 
 
+def check_running(run: RunInfo) -> None:
+    """Raise UserError where the launcher of a run is not there any more."""
+    if run.status != "running":
+        ended = "was killed" if run.status == "lost" else f"has ended: {run.status}"
+        raise UserError(
+            f"Run {run.name} {ended}.", why="nobody is there to ask", hint="`shoal ps` lists those that run"
+        )
+
+
+def ask_running(run: RunInfo, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Ask the launcher of a run that goes on; raises UserError where nobody is there, or it refuses."""
+    check_running(run)
+    return {"run": run.name, **ask(run.path, request)}
+
+
 def read_stacks(answer: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> list[Stack]:
     """The stacks that a launcher says are there, of these ranks or of all."""
     known = [int(each["rank"]) for each in answer]
@@ -94,10 +113,35 @@ def read_stacks(answer: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> li
     return [Stack(**{**each, "text": read_text(each["path"], each["begin"])}) for each in wanted]
 
 
-def tell_all(stacks: Sequence[Stack]) -> str:
-    """Where each is, in a line, and then in full."""
+def add_native(stacks: Sequence[Stack], launcher: int | None, *, is_wanted: bool) -> dict[int, str]:
+    """What py-spy sees from outside, by rank: of all if that is wanted, else of those that do not answer.
+
+    Raises UserError where it is wanted and cannot be had at all.
+    """
+    silent = [stack for stack in stacks if is_wanted or not stack.thread]
+    program = need_py_spy() if is_wanted else find_py_spy() if silent else None
+    if program is None:
+        return {}
+    found: dict[int, str] = {}
+    for stack in silent:
+        if is_here(stack.pid, launcher):
+            text, why = look_into(program, stack.pid)
+        else:
+            text, why = "", "it is on another machine: run `py-spy dump --native --pid PID` there"
+        if text or is_wanted:
+            found[stack.rank] = clean_lines(text) or why
+    return found
+
+
+def clean_lines(text: str) -> str:
+    return "\n".join(clean(line) for line in text.split("\n"))
+
+
+def tell_all(stacks: Sequence[Stack], native: Mapping[int, str] | None = None) -> str:
+    """Where each is, in a line, and then in full: as py-spy sees it, where that was asked, else as it says itself."""
     short = [tell_stack(stack).strip() for stack in stacks]
-    full = [f"--- rank {stack.rank}, process {stack.pid}\n{stack.text.strip() or stack.why_none}" for stack in stacks]
+    texts = {stack.rank: stack.text.strip() or stack.why_none for stack in stacks} | dict(native or {})
+    full = [f"--- rank {stack.rank}, process {stack.pid}\n{texts[stack.rank]}" for stack in stacks]
     return "\n".join([*short, "", *full])
 
 

@@ -1,7 +1,6 @@
 """Wiring: the workers of a map as processes of this machine, seen and kept in a run folder."""
 
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -10,21 +9,22 @@ from typing import Any, Self, TextIO
 
 from shoal.answer import answer
 from shoal.engine.cause import Evidence, find_failures
+from shoal.engine.engine import PYTHON, Listener
 from shoal.engine.entry import command_of, stacks_file
 from shoal.engine.env import RunFacts, inherited_env, task_env
-from shoal.engine.local import Listener, LocalEngine
+from shoal.engine.local import LocalEngine
 from shoal.engine.machine import OutOfMemoryKills, available_cores, out_of_memory_kills
 from shoal.engine.requests import RequestSocket
 from shoal.engine.signals import holding_back_ctrl_c
-from shoal.engine.stacks import take_stacks
 from shoal.engine.story import as_error
 from shoal.observe.console import Console
 from shoal.observe.folder import RunFolder
 from shoal.observe.journal import Journal, decode
 from shoal.observe.lines import last_lines
+from shoal.observe.system import SystemWriter
 from shoal.spec.errors import ShoalError, WorkerError
 from shoal.spec.event import Event
-from shoal.spec.job import Job, WorkerExit, WorkerSpec
+from shoal.spec.job import Job, Seat, WorkerExit, WorkerSpec
 from shoal.tasks.decision import Decision, Fail, Give, GiveUp, Kill, Retry, Start, TakeBack
 from shoal.tasks.errors import ItemError, ending_of
 from shoal.tasks.handout import Handout
@@ -46,11 +46,10 @@ class TaskCrew:
     def __init__(self, job: Job, folder: RunFolder, call: tuple[bytes, bytes], out: TextIO | None) -> None:
         self.num_workers = job.num_workers or 1
         self._job, self._folder = job, folder
-        self._facts = RunFacts(
-            name=folder.name, dir=folder.path, num_workers=self.num_workers, master_port=0, cores=available_cores()
-        )
+        self._facts = RunFacts(name=folder.name, dir=folder.path, num_workers=self.num_workers)
         self._console = Console(out, num_workers=self.num_workers) if out is not None else None
         self._journal = Journal(os.path.join(folder.path, "journal.jsonl"), self._note)
+        self._system = SystemWriter(folder.path, self._note)
         self.progress = Progress(self._show_progress, self._keep)
         self._errors: list[Event] = []
         self._why: dict[int, str] = {}
@@ -62,7 +61,7 @@ class TaskCrew:
         self._requests = self._stack.enter_context(RequestSocket(folder.path))
         self._inherit[-1] = ()  # an engine does not keep an empty mapping
         self._engine = LocalEngine(
-            Listener(output=self._show, control=self._hear, problem=self._note),
+            Listener(output=self._show, control=self._hear, problem=self._note, system=self._system.write),
             inherit_fds=self._inherit,
             wake_fds=[self._requests.fileno(), self._post.fileno()],
         )
@@ -76,11 +75,13 @@ class TaskCrew:
             self._engine.stop(GRACE_SECONDS)
             for end in self._engine.poll():
                 self._write("worker_exited", end.rank, code=end.code)
+            self._engine.close()
         finally:
             self._say_end(error)
             if self._console is not None:
                 self._console.close()
             self._journal.close()
+            self._system.close()
             self._stack.close()
 
     def carry_out(
@@ -105,10 +106,13 @@ class TaskCrew:
                 case Fail():
                     raise self._cannot_work(decision)
 
+    def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        return answer(request, self._engine, None, self._keep, self._take_stacks, self._folder.path)
+
     def listen(self, patience: float, handout: Handout) -> Iterator[tuple[Line, Any, int]]:
         """Wait for something to happen; what workers say, and who has ended."""
         exits = self._engine.poll(patience)
-        self._requests.look(lambda request: answer(request, self._engine, None, self._keep, self._take_stacks))
+        self._requests.look(self._answer)
         for line, running, since in self._post.look():
             handout.seen(line.worker, line.incarnation, running, since)
         yield from self._post.collect()
@@ -156,13 +160,14 @@ class TaskCrew:
                 self._console.begin(each.worker)
 
     def _spec(self, worker: int, incarnation: int) -> WorkerSpec:
-        env = task_env(self._job, worker, self._facts, inherited_env(), incarnation)
+        seat = Seat(local_rank=worker, num_local=self.num_workers, cores=available_cores())
+        env = task_env(self._job, worker, self._facts, seat, inherited_env(), incarnation)
         entry, fds = self._post.open(worker, incarnation, self._folder.path if "SHOAL_FAULTS" in env else None)
         self._inherit[worker] = fds
         stacks_path = stacks_file(self._folder.path, worker)
         return WorkerSpec(
             rank=worker,
-            command=command_of(sys.executable, worker, entry, stacks_path=stacks_path),
+            command=command_of(PYTHON, worker, entry, stacks_path=stacks_path),
             env=env,
             working_dir=self._job.working_dir,
             log_path=self._log_path(worker),
@@ -210,7 +215,7 @@ class TaskCrew:
 
     def _take_stacks(self, reason: str) -> dict[int, Any]:
         working_dir = os.path.abspath(self._job.working_dir)
-        return dict(take_stacks(self._folder.path, self._engine.pids, reason, working_dir))
+        return self._engine.take_stacks(self._folder.path, reason, working_dir)
 
     def _show(self, worker: int, data: bytes) -> None:
         if self._console is not None:

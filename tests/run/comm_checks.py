@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm import board, futex
-from shoal.comm.connect import _gather_number, connect, share_memory
+from shoal.comm.connect import _gather_number, connect, connect_at, share_memory
 from shoal.comm.passing import connect_all
 from shoal.comm.process import decode, describe_self, encode
 from shoal.comm.rendezvous import Rendezvous, open_store
@@ -197,3 +198,35 @@ def scatter(member: Member, times: int) -> float:
     for _ in range(times):
         group.reduce_scatter(out, mine).wait()
     return float(out.sum())
+
+
+def close_alone(member: Member) -> None:
+    """Rank 0 begins a sum that rank 1 never takes part in, and closes its group; rank 1 keeps its own."""
+    if member.rank == 0:
+        member.group.all_reduce(torch.ones(1000))
+        member.group.close()
+
+
+def close_after(member: Member) -> list[str]:
+    """Rank 1 closes its group, too; which threads still hold on to a group in the end."""
+    member.group.close()
+    deadline, names = time.monotonic() + 20, ["shoal-let-go"]
+    while "shoal-let-go" in names and time.monotonic() < deadline:
+        time.sleep(0.02)
+        names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name == "shoal-let-go"]
+
+
+def sum_twice(member: Member) -> None:
+    """Calls that are known are not compared any more before they begin."""
+    for _ in range(2):
+        member.group.all_reduce(torch.ones(1000)).wait()
+
+
+def die_while_connecting(member: Member) -> None:
+    """Rank 1 has met the others, and is gone before they can connect to it."""
+    meeting = Rendezvous(member.rank, member.size, 100.0, store=member.store, generation=7)
+    if member.rank == 1:
+        meeting.gather("process", encode(describe_self()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    connect_at(meeting, "tcp")

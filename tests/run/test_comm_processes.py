@@ -52,6 +52,14 @@ def test_a_forked_child_does_not_leave_for_its_parent(pair: Ranks) -> None:
     pair.run(comm_checks.fork_a_child)
 
 
+def test_nobody_waits_for_a_call_that_others_do_not_join_when_closing() -> None:
+    """gloo's destructor does, until the others have hung up; and they may wait for us."""
+    with ranks_of(2, "tcp") as ranks:
+        ranks.run(comm_checks.sum_twice)
+        ranks.run(comm_checks.close_alone)
+        assert ranks.run(comm_checks.close_after) == [[], []]
+
+
 def test_where_memory_cannot_be_shared_all_ranks_use_sockets() -> None:
     with ranks_of(2, "shm") as ranks:
         for answer in ranks.run(comm_checks.fail_to_share, transport="auto"):
@@ -121,6 +129,18 @@ def test_a_death_while_memory_is_shared_is_a_loss() -> None:
         assert outcomes.pop(1) is None
         for error in outcomes:
             assert isinstance(error, MemberLost), error
+
+
+def test_a_death_while_others_connect_is_a_loss() -> None:
+    """They see that it is dead, and do not wait for what gloo makes of it."""
+    with ranks_of(3, "tcp") as ranks:
+        ranks.start(comm_checks.die_while_connecting)
+        outcomes = ranks.outcomes()
+        assert outcomes.pop(1) is None
+        for error in outcomes:
+            assert isinstance(error, MemberLost), error
+            assert error.ranks == (1,)
+            assert error.why == "the process ended without leaving the group"
 
 
 def test_waiting_for_a_part_of_a_sum_has_a_limit() -> None:

@@ -74,6 +74,7 @@ def test_memory_stays_where_it_is_and_does_not_grow(clean):
     assert not clean["memory"]["has_grown"]
 
 
+@pytest.mark.slow
 def test_twenty_kills(clean):
     faults = Faults.random(20, num_workers=3, count=20, every=(2, 6), at=POINTS)
     check_ended_well(run_job(faults, "long", "2:3"), clean["long"], num_strikes=20)

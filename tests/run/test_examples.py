@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.testing import rigs
+from shoal.testing.rigs.mpi import mpirun
 from tests.run.launching import SHOAL, Box
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +35,8 @@ COMMANDS = {
     "15_local": TWO,
     "16_tensor": (*TWO, "-o", "split=tensor:2"),
     "17_pipeline": (*TWO, "-o", "split=pipeline:2"),
+    "18_mpi_matrix": (*mpirun(4), *PYTHON),
+    "19_numbers": PYTHON,
 }
 """How each is run here. Starting torch takes most of the time, so most run in one process."""
 
@@ -95,11 +99,17 @@ PROMISES = {
     "11_faults": r"kill of rank 1(.|\n)*in peace: +(\w+), exit code 0\nwith faults: \2, exit code 0",
     "16_tensor": r"this worker holds 55,520 parameters(.|\n)*loss after 2 epochs: 0\.10\d+",
     "17_pipeline": r"digest of the parameters: (\w{12})(.|\n)*digest of the parameters: \1",
+    "19_numbers": r"finished \(120, 4\)(.|\n)*a notebook shows 1 plot(.|\n)*120 rows; the last error is 0\.0",
+    "18_mpi_matrix": r"by 4 ranks in \d+\.\d+ s: largest difference to numpy \d\.\de-1\d",
 }
 """What the output must match. Digests of 04 and 05 are compared below."""
 
 
-@pytest.mark.parametrize("name", PROMISES)
+NEEDS = {"18_mpi_matrix": rigs.needs("mpirun", "mpi4py")}
+"""What an example needs that not every machine has."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS.get(name, ())) for name in PROMISES])
 def test_an_example_says_what_it_promises(name, finish):
     assert re.search(PROMISES[name], finish(name)), finish(name)
 

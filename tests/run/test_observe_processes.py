@@ -175,7 +175,7 @@ sys.exit(print_logs(sys.argv[1], "live", sys.stdout, follow=True))
 
 def test_nothing_heavy_is_imported(tmp_path):
     code = """
-import shoal.observe.explain, shoal.observe.logs, shoal.observe.ps, shoal.observe.tensorboard
+import shoal.observe.explain, shoal.observe.logs, shoal.observe.ps, shoal.observe.send
 print([name for name in ("torch", "numpy", "tensorboard") if name in sys.modules])
 """
     with python(code, stdout=subprocess.PIPE, text=True) as process:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shoal.checkpoint import disk, read
-from shoal.checkpoint.read import Entry
+from shoal.checkpoint.listing import Entry
 from shoal.checkpoint.state import State
 from shoal.checkpoint.store import FolderStore
 from shoal.checkpoint.write import next_sequence, pick_doomed

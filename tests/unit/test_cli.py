@@ -8,6 +8,7 @@ import pytest
 
 from shoal import cli
 from shoal.spec.errors import UserError
+from shoal.verbs import launching
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,15 +71,15 @@ def test_mistakes(
     ],
 )
 def test_what_follows_the_script_is_the_scripts(argv: list[str], ours: list[str], rest: list[str]) -> None:
-    assert cli.split_at_script(argv) == (ours, rest)
+    assert launching.split_at_script(argv) == (ours, rest)
 
 
 def test_the_number_of_workers() -> None:
-    assert cli.parse_workers("4") == 4
-    assert cli.parse_workers("auto") is None
+    assert launching.parse_workers("4") == 4
+    assert launching.parse_workers("auto") is None
     for text in ("0", "-3", "", "two", "1e3", "٣x"):
         with pytest.raises(UserError):
-            cli.parse_workers(text)
+            launching.parse_workers(text)
 
 
 def test_runs_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

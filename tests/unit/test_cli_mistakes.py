@@ -30,7 +30,7 @@ BAD = {
     "option without value": (["-o", "exact", "good.py"], "-o 'exact'"),
     "unknown option": (["--nun-workers", "2", "good.py"], "did you mean `--num-workers`"),
     "no threads": (["--threads", "0", "good.py"], "--threads is 0"),
-    "unknown framework": (["--framework", "jax", "good.py"], "There is no framework 'jax'"),
+    "unknown framework": (["--framework", "lightning", "good.py"], "There is no framework 'lightning'"),
     "unwritable folder": (["--log-dir", "/proc/nothing", "good.py"], "Cannot use /proc/nothing as a run folder"),
     "folder under a file": (["--log-dir", "good.py/run", "good.py"], "as a run folder"),
     "folder is a file": (["--log-dir", "good.py", "good.py"], "as a run folder"),
@@ -39,6 +39,9 @@ BAD = {
     "missing module": (["-m", "no.such.module"], "There is no module 'no.such.module'"),
     "module without main": (["-m", "folder"], "package without a __main__"),
     "missing python": (["--python", "no-python-here", "good.py"], "Cannot run Python as 'no-python-here'"),
+    "unknown tool": (["--to", "tensorbord", "good.py"], "did you mean `tensorboard`"),
+    "unknown rule": (["-o", "alert.off=nothing", "good.py"], "There is no rule to turn off"),
+    "unknown alert option": (["-o", "alert.disk=1GB", "good.py"], "did you mean `alert.disk_low`"),
     "unknown run": (["--resume", "nothing", "good.py"], "There are no runs"),
 }
 

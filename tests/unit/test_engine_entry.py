@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.engine.call import CallFiles, pack_call
-from shoal.engine.engine import CONTROL_FD, WORLD_FD
+from shoal.engine.call import pack_call
+from shoal.engine.engine import CONTROL_FD, PYTHON, WORKER_FILE, WORLD_FD
 from shoal.engine.entry import command_of, entry_of, find_python
 from shoal.spec.errors import UserError
 from shoal.spec.job import Job
@@ -101,7 +101,7 @@ def test_a_missing_module(tmp_path: Path, name: str) -> None:
 
 
 def test_the_interpreter(tmp_path: Path) -> None:
-    assert find_python(None) == sys.executable
+    assert find_python(None) == PYTHON
     assert find_python(sys.executable) == sys.executable
     (tmp_path / "python").write_text("")
     for name in ("no-such-python", str(tmp_path / "python"), str(tmp_path)):
@@ -112,8 +112,7 @@ def test_the_interpreter(tmp_path: Path) -> None:
 
 def test_the_command_of_a_worker() -> None:
     python, file, *rest = command_of("py", 3, ("script", "a.py", "x"))
-    assert python == "py"
-    assert Path(file).name == "worker.py"
+    assert (python, file) == ("py", WORKER_FILE)
     assert rest == [CONTROL_FD, "", "3", "", "script", "a.py", "x"]
     elastic = command_of("py", 3, ("script", "a.py"), is_elastic=True, stacks_path="s/3.txt")
     assert elastic[2:] == (CONTROL_FD, WORLD_FD, "3", "s/3.txt", "script", "a.py")
@@ -123,11 +122,3 @@ def test_a_call_that_cannot_be_sent(tmp_path: Path) -> None:
     with (tmp_path / "f").open("w") as file, pytest.raises(UserError) as caught:
         pack_call(print, [file], {})
     assert "PicklingError" in caught.value.why
-
-
-def test_call_files_are_closed() -> None:
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    with CallFiles(b"x" * 100_000, 3) as files:
-        assert files.entry_of(1)[0] == "call"
-        assert len(files.fds_of(2)) == 2
-    assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -3,16 +3,22 @@ import os
 
 import pytest
 
-from shoal.engine.env import RunFacts, WorkerFacts, read_worker, shoal_home, worker_env
+from shoal.engine.env import RunFacts, WorkerFacts, read_worker, shoal_home, task_env, worker_env
 from shoal.spec.errors import UserError
-from shoal.spec.job import Job
+from shoal.spec.job import Job, Seat
 
-RUN = RunFacts(name="r", dir="/runs/r", num_workers=3, master_port=4711, cores=8, worker_ports=(1, 2, 3))
+RUN = RunFacts(
+    name="r", dir="/runs/r", num_workers=3, master_port=4711, worker_addresses=("127.0.0.1:1", "h:2", "h:3")
+)
 JOB = Job(script="train.py")
 
 
+def seat(rank: int, num_local: int = 3, cores: int = 8) -> Seat:
+    return Seat(local_rank=rank, num_local=num_local, cores=cores)
+
+
 def test_a_worker_has_every_variable_of_torchrun() -> None:
-    env = worker_env(JOB, 2, RUN, {})
+    env = worker_env(JOB, 2, RUN, seat(2), {})
     assert {name: env[name] for name in env if name.isupper() and not name.startswith("SHOAL")} == {
         "RANK": "2",
         "LOCAL_RANK": "2",
@@ -37,55 +43,79 @@ def test_a_worker_has_every_variable_of_torchrun() -> None:
         "TP_SOCKET_IFNAME": "lo",
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "2",
-        "MKL_NUM_THREADS": "2",
     }
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 1, "8"), (8, 2, "4"), (2, 3, "1"), (7, 2, "3")])
 def test_threads_fit_the_cores(cores: int, workers: int, threads: str) -> None:
-    run = RunFacts(name="r", dir="/r", num_workers=workers, master_port=1, cores=cores)
-    assert worker_env(JOB, 0, run, {})["OMP_NUM_THREADS"] == threads
+    assert worker_env(JOB, 0, RUN, seat(0, workers, cores), {})["OMP_NUM_THREADS"] == threads
 
 
 def test_threads_that_the_user_set_stay() -> None:
-    env = worker_env(JOB, 0, RUN, {"OMP_NUM_THREADS": "5"})
+    env = worker_env(JOB, 0, RUN, seat(0), {"OMP_NUM_THREADS": "5"})
     assert env["OMP_NUM_THREADS"] == "5"
     assert "MKL_NUM_THREADS" not in env
-    assert worker_env(JOB, 0, RUN, {"MKL_NUM_THREADS": "7"})["MKL_NUM_THREADS"] == "7"
-    asked = worker_env(Job(script="a.py", threads_per_worker=4), 0, RUN, {"OMP_NUM_THREADS": "5"})
+    assert worker_env(JOB, 0, RUN, seat(0), {"MKL_NUM_THREADS": "7"})["MKL_NUM_THREADS"] == "7"
+    asked = worker_env(Job(script="a.py", threads_per_worker=4), 0, RUN, seat(0), {"OMP_NUM_THREADS": "5"})
     assert (asked["OMP_NUM_THREADS"], asked["MKL_NUM_THREADS"]) == ("4", "4")
 
 
 def test_facts_win_over_an_outer_launcher_and_the_user_over_everything() -> None:
     job = Job(script="a.py", env={"MASTER_ADDR": "10.0.0.1", "MINE": "1"})
-    env = worker_env(job, 1, RUN, {"RANK": "17", "WORLD_SIZE": "99", "HOME": "/h", "GLOO_SOCKET_IFNAME": "eth7"})
+    env = worker_env(
+        job, 1, RUN, seat(1), {"RANK": "17", "WORLD_SIZE": "99", "HOME": "/h", "GLOO_SOCKET_IFNAME": "eth7"}
+    )
     assert (env["RANK"], env["WORLD_SIZE"], env["HOME"]) == ("1", "3", "/h")
     assert (env["MASTER_ADDR"], env["MINE"], env["GLOO_SOCKET_IFNAME"]) == ("10.0.0.1", "1", "eth7")
 
 
 def test_the_environment_given_is_not_changed() -> None:
     inherited = {"A": "1"}
-    worker_env(JOB, 0, RUN, inherited)
+    worker_env(JOB, 0, RUN, seat(0), inherited)
     assert inherited == {"A": "1"}
 
 
 def test_tensorflow_learns_of_all_workers() -> None:
-    env = worker_env(Job(script="a.py", framework="tensorflow"), 1, RUN, {})
+    env = worker_env(Job(script="a.py", framework="tensorflow"), 1, RUN, seat(1), {})
     assert json.loads(env["TF_CONFIG"]) == {
-        "cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"]},
+        "cluster": {"worker": ["127.0.0.1:1", "h:2", "h:3"]},
         "task": {"type": "worker", "index": 1},
     }
-    assert "TF_CONFIG" not in worker_env(JOB, 1, RUN, {})
+    assert "TF_CONFIG" not in worker_env(JOB, 1, RUN, seat(1), {})
+
+
+def test_jax_learns_where_process_0_is_and_who_it_is() -> None:
+    env = worker_env(Job(script="a.py", framework="jax"), 1, RUN, seat(1), {"OMPI_COMM_WORLD_RANK": "7"})
+    assert {name: env[name] for name in env if name.startswith(("JAX_", "OMPI_"))} == {
+        "JAX_COORDINATOR_ADDRESS": "127.0.0.1:1",
+        "JAX_COORDINATOR_BIND_ADDRESS": "127.0.0.1:1",
+        "JAX_NUM_PROCESSES": "3",
+        "JAX_PROCESS_ID": "1",
+        "OMPI_MCA_orte_hnp_uri": "127.0.0.1:1",
+        "OMPI_COMM_WORLD_SIZE": "3",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    }
+    assert "JAX_PROCESS_ID" not in worker_env(JOB, 1, RUN, seat(1), {})
+
+
+def test_a_worker_of_map_meets_nobody() -> None:
+    lone = RunFacts(name="m", dir="/m", num_workers=2)
+    inherited = worker_env(Job(script="a.py", framework="jax"), 1, RUN, seat(1), {"HOME": "/h", "TF_CONFIG": "{}"})
+    env = task_env(JOB, 1, lone, seat(1), inherited, 0)
+    assert not [name for name in env if name.startswith(("JAX_", "OMPI_", "TF_", "MASTER_", "TORCHELASTIC_"))]
+    assert (env["SHOAL_WORKER"], env["HOME"]) == ("1", "/h")
 
 
 def test_what_was_written_is_read() -> None:
-    run = RunFacts(name="r", dir="/r", num_workers=3, master_port=5, cores=1, generation=2, is_resumed=True)
-    env = worker_env(Job(script="a.py", options={"exact": "1", "x": "ü=="}), 2, run, {})
+    run = RunFacts(name="r", dir="/r", num_workers=3, master_port=5, generation=2, is_resumed=True)
+    env = worker_env(Job(script="a.py", options={"exact": "1", "x": "ü=="}), 2, run, seat(2), {})
     assert read_worker(env) == WorkerFacts(
         rank=2,
         world_size=3,
         local_rank=2,
         local_world_size=3,
+        interface="lo",
         master_port=5,
         run_name="r",
         run_dir="/r",

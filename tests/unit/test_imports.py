@@ -11,6 +11,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "shoal"
 LEVELS = (
     ("__main__",),
     ("cli",),
+    ("verbs",),
     ("demo", "testing"),
     ("__init__",),
     ("task_run",),
@@ -18,11 +19,12 @@ LEVELS = (
     ("task_crew",),
     ("auto", "watch"),
     ("answer",),
-    ("elastic_run",),
-    ("hanging",),
+    ("elastic_run", "dash"),
+    ("hanging", "diagnosing", "sending", "alerting", "opened"),
     ("tasks",),
-    ("train",),
+    ("train", "cluster"),
     ("comm", "data", "checkpoint", "elastic", "observe", "engine"),
+    ("files", "verb_parser"),
     ("spec", "version"),
 )
 """A part may import what stands on a lower line. Parts of one line never import each other.
@@ -134,7 +136,7 @@ LIGHT = sorted(
     str(file.relative_to(SOURCE.parent).with_suffix("")).replace("/", ".")
     for part in (
         *("__init__.py", "cli.py", "run.py", "auto.py", "watch.py", "answer.py", "elastic_run.py"),
-        *("task_run.py", "task_crew.py", "spec", "engine", "observe", "elastic", "tasks"),
+        *("task_run.py", "task_crew.py", "spec", "engine", "observe", "elastic", "tasks", "cluster", "dash"),
     )
     for file in ([SOURCE / part] if part.endswith(".py") else (SOURCE / part).glob("*.py"))
 )

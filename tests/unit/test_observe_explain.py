@@ -301,3 +301,68 @@ class TestLogs:
         for rank in range(2):
             write_log(path, rank, "".join(f"line {number} of rank {rank}\n" for number in range(50_000)))
         assert self.show(home).count("\n") == 100_000
+
+
+HOSTILE = "<script>alert(1)</script>\x1b[31m\u202e\"'&"
+
+
+class TestPage:
+    def test_a_page_needs_nothing_else_and_says_the_same(self, trained):
+        page = explain(trained).html()
+        assert page.startswith("<!doctype html>")
+        assert "Rank 1 computes slower than the others, who wait for it. [up to 45 % less time]" in page
+        assert "communication that was not hidden" in page
+        assert "prefers-color-scheme:dark" in page
+        for word in ("http://", "https://", "<script", "<link", "<img", "src=", "@import", "url("):
+            assert word not in page
+
+    def test_hostile_names_are_only_read(self, home):
+        path = home.add_ended(script="train.py", command=["shoal", "run", HOSTILE], host=HOSTILE)
+        write_metrics(path, {0: make_steps(20), 1: make_steps(20)})
+        told = {"cause": HOSTILE, "message": HOSTILE, "why": HOSTILE, "hint": HOSTILE, "cost": 12.0}
+        write_events(
+            path,
+            event("settings", **{HOSTILE: {"value": HOSTILE, "source": HOSTILE}}),
+            event("diagnosis", 1001.0, 1, 5, **told),
+            event("error", rank=0, type="ValueError", message=HOSTILE, why=HOSTILE, hint=HOSTILE),
+        )
+        page = explain(path).html()
+        assert "<script" not in page
+        assert "\x1b" not in page
+        assert "\u202e" not in page
+        assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+
+    def test_it_is_written_where_it_should_be(self, home, trained, tmp_path):
+        out, page = io.StringIO(), tmp_path / "page.html"
+        print_explanation(home.path, trained, out, as_json=False, width=80, html_path=str(page))
+        assert out.getvalue() == f"wrote {page}\n"
+        assert "Where the time went" in page.read_text()
+        with pytest.raises(UserError, match="Cannot write"):
+            print_explanation(home.path, trained, out, as_json=False, width=80, html_path=str(tmp_path / "no" / "x"))
+
+
+class TestDiagnoses:
+    def test_what_was_diagnosed_is_told_and_gives_findings_their_cause(self, trained):
+        write_events(
+            trained,
+            event(
+                "diagnosis",
+                1001.0,
+                1,
+                30,
+                cause="throttled",
+                message="Rank 1 computes slower than the others: a quota holds it back.",
+                why="throttled for 50 % of the time",
+                hint="raise the CPU limit",
+                cost=45.0,
+            ),
+        )
+        explanation = explain(trained)
+        assert explanation.diagnoses[0].cause == "throttled"
+        assert explanation.findings[0].kind == "throttled"
+        text = explanation.text(120)
+        assert "what was diagnosed while it ran" in text
+        assert "a quota holds it back. [costs 45 % of the time]" in text
+        plain = json.loads(explanation.json())
+        assert plain["diagnoses"][0]["rank"] == 1
+        assert sum(plain["spending"]["parts"].values()) == pytest.approx(1.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from observing import make_step, make_steps, write_metrics
 
-from shoal.observe import metrics
+from shoal.observe import behind, metrics
 from shoal.observe.metrics import MetricsReader, MetricsWriter, metrics_path
 
 
@@ -100,7 +100,7 @@ def test_a_disk_that_fills_up_within_a_line_repeats_no_step(tmp_path, monkeypatc
 
 
 def test_memory_stays_bounded_while_the_disk_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics, "MAX_UNSAVED", 10)
+    monkeypatch.setattr(behind, "MAX_UNSAVED", 10)
     writer = MetricsWriter(str(tmp_path / "run"), 0)
     for step in make_steps(25):
         writer.write(step)

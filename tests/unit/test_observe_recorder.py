@@ -72,7 +72,7 @@ class TestRecorder:
     def test_other_ranks_send_less(self, pipe):
         read_fd, write_fd = pipe
         clock = Clock()
-        recorder = Recorder(None, 1, 2, write_fd, clock=clock)
+        recorder = Recorder(None, 1, 64, write_fd, clock=clock)
         for step in make_steps(500):
             clock.now += 0.01
             recorder.step(step)

@@ -23,8 +23,11 @@ NAMES = [
     "group",
     "launch",
     "local",
+    "log",
     "map",
+    "open_run",
     "pipeline",
+    "runs",
     "sharded",
     "tensor",
     "testing",
@@ -60,7 +63,8 @@ ATTRIBUTES = [
 
 LAUNCH = (
     "function, num_workers=2, args=(), kwargs=None, *, "
-    "env=None, run_dir=None, threads_per_worker=None, is_quiet=False"
+    "env=None, run_dir=None, threads_per_worker=None, is_quiet=False, "
+    "engine='local', address=None, hosts=None, master=None, options=None"
 )
 
 MAP = (
@@ -139,6 +143,10 @@ def test_launch():
 
 def test_group():
     assert signature_of(shoal.group) == "ranks=None, *, transport='auto', timeout_seconds=300.0"
+
+
+def test_log():
+    assert signature_of(shoal.log) == "values=None, /, *, step=None, **more"
 
 
 def test_map():

@@ -99,22 +99,22 @@ def break_down_turns(turns: Sequence[Turn], changes: Sequence[float] = ()) -> Br
     if not turns:
         return None
     lead = [turn.lead for turn in turns]
-    seconds = [step_seconds(row) for row in lead]
+    seconds = [step_seconds(row) / row.num_steps for row in lead]
     warmup = count_warmup(seconds)
     steady = turns[warmup:]
     ranks = _all_rank_times(steady, turns)
     compared = _all_rank_times(_most_common(steady), turns) if len({*map(_workers, steady)}) > 1 else ranks
-    ordered = sorted(seconds[warmup:])
-    wall = lead[-1].time - lead[warmup].time + seconds[warmup]
+    ordered = sorted(zip(seconds[warmup:], (row.num_steps for row in lead[warmup:]), strict=True))
+    wall = lead[-1].time - lead[warmup].time + step_seconds(lead[warmup])
     bad = [row.step for row in lead if not _is_finite(row.loss)]
     return Breakdown(
-        num_steps=len(turns),
+        num_steps=sum(row.num_steps for row in lead),
         num_samples=sum(row.global_samples for row in lead),
         warmup_steps=warmup,
         warmup_seconds=sum(seconds[:warmup]),
         wall_seconds=wall,
-        step_median_seconds=ordered[len(ordered) // 2],
-        step_p99_seconds=ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
+        step_median_seconds=_quantile(ordered, 0.5),
+        step_p99_seconds=_quantile(ordered, 0.99),
         samples_per_second=sum(row.global_samples for row in lead[warmup:]) / wall if wall > 0 else 0.0,
         shares=_mean_shares(ranks),
         ranks=ranks,
@@ -140,7 +140,7 @@ def is_disturbed(start: float, end: float, changes: Sequence[float]) -> bool:
 
 def _undisturbed(turn: Turn, changes: Sequence[float]) -> Turn:
     """A turn without what was lost in it when the World changed: an attempt that failed, and finding together."""
-    if not is_disturbed(turn.end - turn.seconds, turn.end, changes):
+    if turn.num_steps > 1 or not is_disturbed(turn.end - turn.seconds, turn.end, changes):
         return turn
     return Turn(turn.step, {worker: replace(row, other=0.0) for worker, row in turn.metrics.items()})
 
@@ -179,7 +179,7 @@ def _rank_times(rank: int, steps: Sequence[StepMetrics]) -> RankTimes:
         wait += step.wait
         load += step.load
         other += step.other
-    total, num_steps = compute + communicate + wait + load + other, len(steps)
+    total, num_steps = compute + communicate + wait + load + other, sum(step.num_steps for step in steps)
     scale = 1 / total if total > 0 else 0.0
     return RankTimes(
         rank=rank,
@@ -216,7 +216,7 @@ def _with_waits(
         for step in steps:
             last = step.waited_for
             if last is not None and last != rank:
-                counts[last] = counts.get(last, 0) + 1
+                counts[last] = counts.get(last, 0) + step.num_steps
                 seconds[last] = seconds.get(last, 0.0) + step.wait
     # Who was not there in the first step came later, but nobody waited for it.
     arrivals = {rank: _arrival(step) for rank, step in first.metrics.items()}
@@ -257,6 +257,18 @@ def _mean_shares(ranks: Sequence[RankTimes]) -> Shares:
 def median(values: Sequence[float]) -> float:
     """The middle value (the upper one of two); 0 where there are none. `statistics` is slow to import."""
     return sorted(values)[len(values) // 2] if values else 0.0
+
+
+def _quantile(ordered: Sequence[tuple[float, int]], part: float) -> float:
+    """The value below which so large a part of the steps lies, of (value, number of steps) in order."""
+    if all(count == 1 for _, count in ordered):
+        return ordered[min(len(ordered) - 1, int(part * len(ordered)))][0]
+    place = part * sum(count for _, count in ordered)
+    for value, count in ordered:
+        place -= count
+        if place < 0:
+            return value
+    return ordered[-1][0]
 
 
 def _is_finite(value: float) -> bool:

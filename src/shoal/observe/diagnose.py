@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from shoal.observe.breakdown import Breakdown
 from shoal.observe.finding import WORTH_SAYING, Finding, ms, percent
+from shoal.observe.spending import Spending
 from shoal.observe.straggler import longest_step, slow_rank
 from shoal.spec.event import Event
 
@@ -12,12 +13,15 @@ MUCH_ELSE = 0.15
 SHORT_STEP_SECONDS = 0.003
 
 
-def diagnose(breakdown: Breakdown | None, events: Sequence[Event] = ()) -> list[Finding]:
+def diagnose(
+    breakdown: Breakdown | None, events: Sequence[Event] = (), spending: Spending | None = None
+) -> list[Finding]:
     """What is wrong with a run, the largest gain first; one finding that says so where nothing is."""
     if breakdown is None:
         return []
     found = [finding for rule in RULES for finding in rule(breakdown)]
     found += _too_many_threads(breakdown, events)
+    found += [] if spending is None else [*much_saving(spending), *much_recovering(spending)]
     if not any(finding.gain or finding.kind == "bad_loss" for finding in found):
         found.append(_healthy(breakdown))
     return sorted(found, key=lambda finding: -(finding.gain or 0.0))
@@ -74,6 +78,33 @@ def uneven_steps(breakdown: Breakdown) -> Iterable[Finding]:
             why="steps of one rank vary: samples of different length, or other work on these cores",
             change="leave a core free, use fewer workers, or batch samples of like length",
             gain=wait,
+        )
+
+
+def much_saving(spending: Spending) -> Iterable[Finding]:
+    """Saving holds up training."""
+    share = spending.parts["checkpoint"]
+    if share >= WORTH_SAYING:
+        each = spending.checkpoint_seconds / max(1, spending.num_checkpoints)
+        yield Finding(
+            kind="much_saving",
+            what=f"Saving checkpoints holds up training for {percent(share)} of the time.",
+            why=f"{spending.num_checkpoints} of them, {ms(each)} each, beside what is written in the background",
+            change="raise `checkpoint_every=`, or keep the run folder on a faster disk",
+            gain=share,
+        )
+
+
+def much_recovering(spending: Spending) -> Iterable[Finding]:
+    """Losses and joins cost much."""
+    share = spending.parts["recover"]
+    if share >= WORTH_SAYING:
+        yield Finding(
+            kind="much_recovering",
+            what=f"Recovering from losses and joins takes {percent(share)} of the time.",
+            why=f'{spending.recover_seconds:.1f} s in all; "who took part" says when and why',
+            change="look at why workers are lost; save more often where steps are taken again",
+            gain=share,
         )
 
 

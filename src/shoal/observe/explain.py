@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
 from shoal.observe import journal
@@ -14,6 +14,7 @@ from shoal.observe.finding import Finding
 from shoal.observe.history import History, tell_history
 from shoal.observe.metrics import MetricsReader
 from shoal.observe.runs import RunInfo, find_run, list_logs, read_run
+from shoal.observe.spending import Spending, spend
 from shoal.observe.turns import merge_turns
 from shoal.spec.errors import UserError
 from shoal.spec.event import Event
@@ -21,7 +22,7 @@ from shoal.spec.event import Event
 # Kinds that other parts of an explanation tell.
 _TOLD_ELSEWHERE = frozenset(
     {"progress", "settings", "error", "run_started", "worker_started", "worker_exited", "run_ended"}
-    | {"world", "worker_lost", "worker_joined", "items_done", "state_rebuilt", *KINDS}
+    | {"world", "worker_lost", "worker_joined", "items_done", "state_rebuilt", "thinned", "diagnosis", *KINDS}
 )
 MAX_NOTES = 12
 
@@ -61,13 +62,28 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What was said to be wrong while the run ran: see `Diagnosis`. `cost` is in percent of the time."""
+
+    cause: str
+    time: float
+    message: str
+    why: str = ""
+    hint: str = ""
+    cost: float | None = None
+    rank: int | None = None
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """All that can be said about a run. `seconds` is None where its end is not known.
 
     `history` is None where the run is not elastic. `exits` holds the exit code of each rank that reported one,
     `log_bytes` the size of each rank's log, and `num_damaged` counts lines of journal and metrics that could not be
     read. `items` is how far a map came: done, total (None: not known), per_second, retries. `equipment` is empty
-    where all workers computed with the same.
+    where all workers computed with the same. `spending` is where the time went from the first step to the last, with
+    checkpoints and recovering, and over time; None where there was no step.
     """
 
     run: RunInfo
@@ -83,12 +99,20 @@ class Explanation:
     num_damaged: int = 0
     items: Mapping[str, Any] | None = None
     equipment: tuple[Equipment, ...] = ()
+    spending: Spending | None = None
+    diagnoses: tuple[Told, ...] = ()
 
     def text(self, width: int = 80, *, is_ascii: bool = False) -> str:
         """The explanation as people read it, no line longer than `width` columns."""
         from shoal.observe.report import write_report
 
         return write_report(self, width, is_ascii=is_ascii)
+
+    def html(self) -> str:
+        """The explanation as one HTML file that loads nothing."""
+        from shoal.observe.page import write_page
+
+        return write_page(self)
 
     def json(self) -> bytes:
         """The explanation as one JSON object; numbers that JSON does not have become text."""
@@ -112,12 +136,13 @@ def explain(run_dir: str) -> Explanation:
         {rank: [step for step in rows if step.time >= run.created] for rank, rows in steps.items()}, events
     )
     breakdown = break_down_turns(turns, changes_in(events))
+    spending, diagnoses = spend(turns, events), find_diagnoses(events)
     return Explanation(
         run=run,
         seconds=_seconds(run, events),
         breakdown=breakdown,
         history=tell_history(events, turns),
-        findings=tuple(diagnose(breakdown, events)),
+        findings=tuple(name_causes(diagnose(breakdown, events, spending), diagnoses)),
         settings=find_settings(events),
         notes=find_notes(events),
         cause=find_cause(events) if run.status not in ("finished", "stopped") else None,
@@ -126,6 +151,8 @@ def explain(run_dir: str) -> Explanation:
         num_damaged=len(damaged) + reader.num_damaged,
         items=find_items(events),
         equipment=find_equipment(events),
+        spending=spending,
+        diagnoses=diagnoses,
     )
 
 
@@ -138,6 +165,31 @@ def _seconds(run: RunInfo, events: Sequence[Event]) -> float | None:
         return time.time() - run.created
     # Lost: all that is known is how long it was heard of.
     return max(event.time for event in events) - run.created if events else None
+
+
+def find_diagnoses(events: Iterable[Event]) -> tuple[Told, ...]:
+    """What the launcher has diagnosed, in order."""
+    told = []
+    for event in events:
+        if event.kind == "diagnosis":
+            words = {name: one_line(event.data.get(name) or "") for name in ("cause", "message", "why", "hint")}
+            cost = event.data.get("cost")
+            number = float(cost) if isinstance(cost, int | float) else None
+            told.append(Told(**words, cost=number, time=event.time, rank=event.rank, step=event.step))
+    return tuple(told)
+
+
+def name_causes(findings: Iterable[Finding], diagnoses: Iterable[Told]) -> Iterable[Finding]:
+    """Findings of slow ranks, with the cause that was seen while they were: the kernel knows it only then."""
+    seen = {
+        told.rank: told for told in diagnoses if told.cause in ("throttled", "swapping", "no_core", "uneven_data")
+    }
+    for finding in findings:
+        told = seen.get(finding.rank) if finding.kind == "slow_compute" else None
+        if told is None:
+            yield finding
+        else:
+            yield replace(finding, kind=told.cause, what=told.message, why=told.why, change=told.hint)
 
 
 def find_items(events: Iterable[Event]) -> Mapping[str, Any] | None:
@@ -236,12 +288,31 @@ def find_exits(events: Iterable[Event]) -> dict[int, int]:
     return dict(sorted(exits.items()))
 
 
-def print_explanation(home: str, text: str, stream: TextIO, *, as_json: bool, width: int) -> int:
-    """What `shoal explain RUN` does; returns the exit code."""
+def print_explanation(
+    home: str, text: str, stream: TextIO, *, as_json: bool, width: int, html_path: str | None = None
+) -> int:
+    """What `shoal explain RUN` does; returns the exit code. With `html_path` it also writes that file."""
     explanation = explain(find_run(home, text).path)
+    if html_path is not None:
+        _write_page(explanation, html_path)
+        if not as_json:
+            stream.write(f"wrote {clean(html_path)}\n")
+            return 0
     if as_json:
         stream.write(explanation.json().decode() + "\n")
     else:
         encoding = (getattr(stream, "encoding", None) or "ascii").lower()
         stream.write(explanation.text(width, is_ascii=not encoding.startswith("utf")))
     return 0
+
+
+def _write_page(explanation: Explanation, path: str) -> None:
+    try:
+        with open(path, "w", encoding="utf-8", errors="replace") as file:
+            file.write(explanation.html())
+    except OSError as error:
+        raise UserError(
+            f"Cannot write {clean(path)}.",
+            why=error.strerror or str(error),
+            hint="name a file in a folder that exists",
+        ) from None

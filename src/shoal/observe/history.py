@@ -72,7 +72,7 @@ def tell_history(events: Sequence[Event], turns: Sequence[Turn]) -> History | No
         effective_ratio=spent.productive / spent.wall if spent and spent.wall > 0 else None,
         mean_workers=_mean_workers(timeline),
         num_samples=sum(turn.lead.global_samples for turn in timeline.kept if not turn.is_again),
-        num_redone=len(turns) - len(timeline.kept),
+        num_redone=sum(turn.num_steps for turn in turns if turn.is_undone),
         num_interrupted=sum(map(timeline.is_interrupted, timeline.kept)),
         num_completed=sum(e.kind == "step_settled" and e.data.get("is_completed") is True for e in events),
         num_skipped=len({event.step for event in events if event.kind == "step_skipped"}),

@@ -50,9 +50,7 @@ class Appender:
 
     def _write(self, lines: bytes) -> int:
         if self._fd < 0:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            size = os.fstat(self._fd).st_size
-            self._is_cut = self._is_cut or (size > 0 and os.pread(self._fd, 1, size - 1) != b"\n")
+            self._open()
         start = b"\n" if self._is_cut else b""
         written = os.write(self._fd, start + lines) - len(start)
         if written < 0:
@@ -60,6 +58,11 @@ class Appender:
         safe = written if written == len(lines) else lines.rfind(b"\n", 0, written) + 1
         self._is_cut = safe < written
         return safe
+
+    def _open(self) -> None:
+        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._fd).st_size
+        self._is_cut = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
 
     def _close(self) -> None:
         if self._fd >= 0:

@@ -124,8 +124,9 @@ def _with_slower(losses: Sequence[Loss], sizes: Sequence[int], timeline: Timelin
     for loss, size, window in zip(losses, sizes, windows, strict=True):
         more = 0.0
         for index in window:
-            own = timeline.own_seconds(timeline.turns[index])
-            more += (own - timeline.usual_seconds(size, own)) / num_away[index]
+            turn = timeline.turns[index]
+            own = timeline.own_seconds(turn) / turn.num_steps
+            more += turn.num_steps * (own - timeline.usual_seconds(size, own)) / num_away[index]
         told.append(replace(loss, slower_seconds=max(0.0, more)))
     return tuple(told)
 

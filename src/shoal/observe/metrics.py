@@ -4,86 +4,28 @@ The file is JSON lines. JSON has no NaN and no infinities: such numbers are writ
 "-inf", and read back as the numbers they were. A missing value (`grad_norm`, `waited_for`) is null.
 """
 
-import atexit
 import math
 import os
-import re
-import threading
-from collections import deque
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
-from shoal.observe.lines import Appender, Report, Tail, say_nothing
+from shoal.observe.behind import DelayedAppender
+from shoal.observe.decoding import UNREADABLE, decode_lines
+from shoal.observe.lines import Report, say_nothing
+from shoal.observe.merged import MergedSteps, encode_rows, shrink
+from shoal.observe.segments import Bound, BoundedAppender, SegmentReader, list_names
 from shoal.spec.event import StepMetrics
 
-FLUSH_SECONDS = 0.5
-MAX_UNSAVED = 100_000
-_NAME = re.compile(r"metrics-(\d+)\.jsonl")
 _FLOATS = ("time", "loss", "lr", "compute", "communicate", "wait", "load", "other", "grad_norm")
 
 
-class MetricsWriter:
-    """Takes the metrics of one rank; a thread of its own writes them at most every half second.
-
-    `write` is an append to a list: it never blocks and never fails. Where the disk does, that is reported once, the
-    newest 100,000 lines are kept, and they are written when the disk works again. What was taken is on its way to
-    the disk within half a second; `close`, which also runs at the end of the process, writes the rest.
-    """
+class MetricsWriter(DelayedAppender[StepMetrics]):
+    """Takes the metrics of one rank, a step at a time."""
 
     def __init__(self, run_dir: str, rank: int, report: Report = say_nothing) -> None:
-        self._file = Appender(metrics_path(run_dir, rank), report)
-        self._taken: deque[StepMetrics] = deque()
-        self._unsaved: list[bytes] = []
-        self._flushing = threading.Lock()
-        self._is_closed = threading.Event()
-        self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="shoal-metrics", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
-
-    def write(self, metrics: StepMetrics) -> None:
-        """Take the metrics of one step; costs a tenth of a microsecond."""
-        self._taken.append(metrics)
-
-    def flush(self) -> bool:
-        """Write what was taken so far, in the caller's thread; False where the disk refused some of it."""
-        with self._flushing:
-            while self._taken:
-                self._unsaved.append(encode(self._taken.popleft()) + b"\n")
-            del self._unsaved[:-MAX_UNSAVED]
-            if self._unsaved:
-                safe = self._file.append(b"".join(self._unsaved))
-                self._unsaved = _after(self._unsaved, safe)
-            return not self._unsaved
-
-    def close(self) -> None:
-        """Write the rest and stop the thread. A forked child closes nothing: the lines are its parent's."""
-        atexit.unregister(self.close)
-        if os.getpid() != self._pid or self._is_closed.is_set():
-            return
-        self._is_closed.set()
-        self._thread.join()
-        self.flush()
-        self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _run(self) -> None:
-        while not self._is_closed.wait(FLUSH_SECONDS):
-            self.flush()
-
-
-def _after(lines: list[bytes], num_bytes: int) -> list[bytes]:
-    for index, line in enumerate(lines):
-        if num_bytes <= 0:
-            return lines[index:]
-        num_bytes -= len(line)
-    return []
+        file = BoundedAppender(metrics_path(run_dir, rank), BOUND, report)
+        super().__init__(file, encode, name="shoal-metrics")
 
 
 def metrics_path(run_dir: str, rank: int) -> str:
@@ -104,22 +46,7 @@ def encode(metrics: StepMetrics) -> bytes:
 
 def decode(lines: bytes) -> tuple[list[StepMetrics], int]:
     """The metrics of a block of lines, and how many lines could not be read."""
-    try:
-        # Whole at once: 100,000 lines in about 0.15 s.
-        return _decoder.decode_lines(lines), 0
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return _decode_one_by_one(lines)
-
-
-def _decode_one_by_one(lines: bytes) -> tuple[list[StepMetrics], int]:
-    good, num_damaged = [], 0
-    for line in lines.split(b"\n"):
-        try:
-            if line.strip():
-                good.append(_decoder.decode(line))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            num_damaged += 1
-    return good, num_damaged
+    return decode_lines(lines, _decoder)
 
 
 _encoder = msgspec.json.Encoder()
@@ -127,39 +54,66 @@ _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(StepMetrics, strict=False)
 
 
+def decode_past(lines: bytes) -> tuple[list[StepMetrics], int]:
+    """The same for lines of the past: single steps, and merged ones."""
+    rows: list[StepMetrics] = []
+    num_damaged = 0
+    for line in lines.splitlines():
+        try:
+            rows.append((_past_decoder if b'"num_steps"' in line else _decoder).decode(line))
+        except UNREADABLE:
+            num_damaged += 1
+    return rows, num_damaged
+
+
+def fold(past: bytes, segment: bytes) -> bytes:
+    """The past with one more part of the file in it, merged as far as it must be."""
+    return encode_rows(shrink([*decode_past(past)[0], *decode(segment)[0]]))
+
+
+_past_decoder = msgspec.json.Decoder(MergedSteps, strict=False)
+BOUND = Bound(segment_bytes=4 << 20, num_sealed=3, fold=fold)
+"""The newest 45,000 steps and more as they were, 16 MB; all before them in at most 8 MB."""
+
+
 class MetricsReader:
-    """Reads the metrics of all ranks while they are being written. `num_damaged` counts lines nobody could read."""
+    """Reads the metrics of all ranks while they are being written. `num_damaged` counts lines nobody could read.
+
+    Steps of long ago come merged, several in one row: `num_steps` says how many.
+    """
 
     def __init__(self, run_dir: str) -> None:
         self._run_dir = run_dir
-        self._tails: dict[int, Tail] = {}
+        self._files: dict[int, SegmentReader] = {}
+        self._newest: dict[int, float] = {}
         self.num_damaged = 0
 
     def read_new(self) -> dict[int, list[StepMetrics]]:
         """What each rank has added since the last call; ranks without news are absent."""
         news = {}
         for rank in list_ranks(self._run_dir):
-            tail = self._tails.setdefault(rank, Tail(metrics_path(self._run_dir, rank)))
-            if steps := self._read_all(tail):
+            file = self._files.setdefault(rank, SegmentReader(metrics_path(self._run_dir, rank)))
+            if steps := self._read_all(file, self._newest.get(rank, -math.inf)):
                 news[rank] = steps
+                self._newest[rank] = steps[-1].time
         return news
 
-    def _read_all(self, tail: Tail) -> list[StepMetrics]:
+    def _read_all(self, file: SegmentReader, newest: float) -> list[StepMetrics]:
         steps: list[StepMetrics] = []
-        while (lines := tail.read_lines()) is not None:
-            good, num_damaged = decode(lines)
-            steps += good
+        for block in file.read_new():
+            good, num_damaged = (decode_past if block.is_past else decode)(block.lines)
+            if block.is_past:
+                # Who was away for long gets all of it, and knows some of it already.
+                steps = [step for step in good if step.time > newest]
+            else:
+                steps += good
             self.num_damaged += num_damaged
         return steps
 
 
 def list_ranks(run_dir: str) -> list[int]:
     """The ranks that have written metrics, in order."""
-    try:
-        names = os.listdir(run_dir)
-    except OSError:
-        return []
-    return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+    return sorted(map(int, list_names(run_dir, r"metrics-(\d+)\.jsonl")))
 
 
 def read(run_dir: str) -> dict[int, list[StepMetrics]]:

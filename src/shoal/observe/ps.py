@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
 from shoal.observe.clean import clean, columns, fit
-from shoal.observe.lines import last_lines
 from shoal.observe.runs import RunInfo, list_runs
+from shoal.observe.segments import newest_lines
 from shoal.observe.status import duration, number
 
 MAX_SHOWN = 20
@@ -36,14 +36,15 @@ class Row:
 
 def list_rows(home: str, now: float) -> list[Row]:
     """A row for each run under `home`, newest first."""
-    return [_row(run, now) for run in list_runs(home)]
+    return [row_of(run, now) for run in list_runs(home)]
 
 
-def _row(run: RunInfo, now: float) -> Row:
+def row_of(run: RunInfo, now: float) -> Row:
+    """A run with what the ends of its files tell."""
     ended = now if run.status == "running" else run.ended
     is_elastic = run.max_workers is not None
     workers = range(run.max_workers or 1)
-    step, loss = newest_step(run.path, workers)
+    step, loss = newest_step(run.path, workers) if run.status != "imported" else _imported_step(run)
     return Row(
         run=run,
         seconds=None if ended is None else max(0.0, ended - run.created),
@@ -52,6 +53,12 @@ def _row(run: RunInfo, now: float) -> Row:
         members=newest_members(run.path) if is_elastic else None,
         items=newest_items(run.path) if run.command.startswith("shoal.map ") else None,
     )
+
+
+def _imported_step(run: RunInfo) -> tuple[int | None, float | None]:
+    """What was found when it was imported."""
+    step, loss = run.facts.get("num_steps"), run.facts.get("loss")
+    return step if isinstance(step, int) else None, float(loss) if isinstance(loss, int | float | str) else None
 
 
 def newest_step(run_dir: str, workers: Iterable[int] = (0,)) -> tuple[int | None, float | None]:
@@ -65,7 +72,7 @@ _NO_STEP: tuple[float, int | None, float | None] = (-math.inf, None, None)
 
 
 def _last_step(run_dir: str, worker: int) -> tuple[float, int | None, float | None]:
-    lines, _ = last_lines(os.path.join(run_dir, f"metrics-{worker}.jsonl"), 2, block_bytes=2048)
+    lines = newest_lines(os.path.join(run_dir, f"metrics-{worker}.jsonl"), 2, block_bytes=2048)
     for line in reversed(lines.split(b"\n")):
         try:
             data = json.loads(line)
@@ -91,7 +98,7 @@ def newest_items(run_dir: str) -> tuple[int, int | None] | None:
 
 def _newest(run_dir: str, kind: str, num_lines: int = 200) -> dict[str, Any] | None:
     """The data of the newest event of that kind near the end of the journal."""
-    lines, _ = last_lines(os.path.join(run_dir, "journal.jsonl"), num_lines)
+    lines = newest_lines(os.path.join(run_dir, "journal.jsonl"), num_lines)
     for line in reversed(lines.split(b"\n")):
         if f'"{kind}"'.encode() in line:
             with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
@@ -139,10 +146,11 @@ def _workers(run: RunInfo) -> str:
 
 def to_json(rows: Sequence[Row]) -> str:
     """The rows as a JSON array; a loss that is not finite becomes text."""
-    return json.dumps([_plain(row) for row in rows], default=str)
+    return json.dumps([plain_row(row) for row in rows], default=str)
 
 
-def _plain(row: Row) -> dict[str, Any]:
+def plain_row(row: Row) -> dict[str, Any]:
+    """A row as `--json` shows it."""
     loss = row.loss if row.loss is None or row.loss - row.loss == 0 else str(row.loss)
     facts = asdict(row.run)
     del facts["facts"]

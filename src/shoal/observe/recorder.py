@@ -10,21 +10,28 @@ from typing import Any, Self, TextIO
 
 from shoal.observe.console import Console
 from shoal.observe.control import ControlPipe
+from shoal.observe.gauge import Gauge
 from shoal.observe.journal import Journal
 from shoal.observe.metrics import MetricsWriter
 from shoal.observe.pace import Pace
+from shoal.observe.window import Window
 from shoal.spec.event import Event, StepMetrics
 
 PROGRESS_SECONDS = 0.2
 OTHERS_PROGRESS_SECONDS = 1.0
+OFTEN_WORKERS = 16
+"""Up to so many workers tell their progress as often as the lead does: all launchers have time for that."""
+TOLD_KINDS = frozenset(("error", "step_skipped", "replica_diverged", "checkpoint_failed", "fence_failed"))
+"""Events that the launcher is to hear of at once."""
 
 
 class Recorder:
     """Records one worker's part of a run.
 
     With a run folder, events go to its journal and steps to its metrics. Progress goes to the launcher through
-    `control_fd`, at most 5 times a second (once a second from all but the lead, for their shares of time). Without
-    a launcher rank 0 shows progress itself, on stderr. Nothing here raises into the run. A step costs about 3 µs.
+    `control_fd`, at most 5 times a second (where workers are many, once a second from all but the lead), with the
+    last steps one by one and what the kernel says of this process. Without a launcher rank 0 shows progress itself,
+    on stderr. Nothing here raises into the run. A step costs about 4 µs.
     """
 
     def __init__(
@@ -39,6 +46,8 @@ class Recorder:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank, self.world_size, self.generation = rank, world_size, generation
+        self.at_step = 0
+        """The step under way, or the one that was taken last: what the user logs belongs to it."""
         self._clock = clock
         self._pid = os.getpid()
         self._control = ControlPipe(control_fd) if control_fd is not None else None
@@ -49,8 +58,9 @@ class Recorder:
         self._journal = Journal(os.path.join(run_dir, "journal.jsonl"), self._report) if run_dir else None
         self._metrics = MetricsWriter(run_dir, rank, self._report) if run_dir else None
         self._pace = Pace(clock())
+        self._window, self._gauge, self._equipment = Window(), Gauge(), ""
         self._num_steps: int | None = None
-        self._progress_every = PROGRESS_SECONDS if rank == 0 else OTHERS_PROGRESS_SECONDS
+        self._enter(world_size, is_lead=rank == 0)
         self._published = -math.inf
         self._has_news = False
         atexit.register(self.close)
@@ -58,14 +68,24 @@ class Recorder:
     def enter(self, generation: int, world_size: int, *, is_lead: bool) -> None:
         """The World is another now; the lead tells of its progress most often."""
         self.generation, self.world_size = generation, world_size
-        self._progress_every = PROGRESS_SECONDS if is_lead else OTHERS_PROGRESS_SECONDS
+        self._enter(world_size, is_lead=is_lead)
+        self._window = Window()
+
+    def _enter(self, world_size: int, *, is_lead: bool) -> None:
+        self._is_lead = is_lead
+        is_often = is_lead or world_size <= OFTEN_WORKERS
+        self._progress_every = PROGRESS_SECONDS if is_often else OTHERS_PROGRESS_SECONDS
 
     def event(self, kind: str, step: int | None = None, **data: Any) -> None:
-        """Write an event to the journal; an `error` also goes to the launcher, and is never dropped."""
+        """Write an event to the journal; what the launcher should know also goes there, and is never dropped."""
+        if kind == "resumed":
+            self.at_step = step or 0
         event = self._make(kind, step, data)
+        if kind == "worker_settings":
+            self._equipment = " ".join(str(data.get(name)) for name in ("device", "precision", "threads"))
         if self._journal:
             self._journal.write(event)
-        if kind == "error" and self._control:
+        if kind in TOLD_KINDS and self._control:
             self._control.send(event)
 
     def step(self, metrics: StepMetrics, num_steps: int | None = None) -> None:
@@ -74,10 +94,16 @@ class Recorder:
             self._metrics.write(metrics)
         now = self._clock()
         self._pace.add(metrics, now)
+        self._window.add(metrics, now)
         self._num_steps = num_steps
         self._has_news = True
         if now >= self._published + self._progress_every:
             self._publish(now)
+
+    def flush(self) -> None:
+        """Have all steps so far in the run folder, now."""
+        if self._metrics:
+            self._metrics.flush()
 
     def close(self) -> None:
         """Publish the last progress, write what is left, give the terminal back. Safe to call twice."""
@@ -105,7 +131,9 @@ class Recorder:
         if not self._control and not self._console:
             return
         data = self._pace.summarize(now, self._num_steps, self.world_size)
-        data["is_lead"] = self._progress_every == PROGRESS_SECONDS
+        data["is_lead"] = self._is_lead
+        if self._control:
+            data |= {"window": self._window.take(), "strain": self._gauge.read(now), "equipment": self._equipment}
         event = self._make("progress", data.get("step"), data)
         if self._control:
             self._control.offer(event)
@@ -116,6 +144,8 @@ class Recorder:
         return Event(kind=kind, time=time.time(), rank=self.rank, step=step, generation=self.generation, data=data)
 
     def _report(self, trouble: str) -> None:
+        if self._control:
+            self._control.offer(self._make("trouble", None, {"message": trouble}))
         if self._console:
             self._console.note(f"shoal: {trouble}")
         elif sys.stderr:

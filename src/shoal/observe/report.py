@@ -11,6 +11,7 @@ from shoal.observe.clean import clean, fit
 from shoal.observe.equipment import write_equipment
 from shoal.observe.finding import WORTH_SAYING, Finding, ms, percent
 from shoal.observe.fold import name_ranks
+from shoal.observe.spending import PARTS, Spending
 from shoal.observe.status import count, duration, number
 
 if TYPE_CHECKING:
@@ -31,12 +32,15 @@ def write_report(explanation: "Explanation", width: int = 80, *, is_ascii: bool 
         lines += _section("why it failed", _cause(explanation.cause, width))
     if explanation.breakdown:
         lines += _section("where the time went", _times(explanation.breakdown, width, is_ascii))
+    if explanation.spending:
+        lines += _section("all of the time", _spending(explanation.spending, width, is_ascii))
     if explanation.history:
         lines += _section("who took part", _history(explanation, width, is_ascii))
     if explanation.equipment:
         lines += _section("what workers compute with", write_equipment(explanation.equipment))
     if explanation.findings:
         lines += _section("what to change", _findings(explanation.findings, width))
+    lines += _section("what was diagnosed while it ran", _diagnoses(explanation, width))
     lines += _section("worth knowing", _notes(explanation, width))
     lines += _section("settings", _settings(explanation.settings))
     lines = [fit(line.rstrip(), width) for line in lines]
@@ -158,6 +162,52 @@ def _bar(shares: Shares, bar: int, marks: dict[str, str]) -> str:
         end += getattr(shares, part) * bar
         text += marks[part] * (round(end) - len(text))
     return text.ljust(bar)
+
+
+_SPENT = {
+    "compute": "computing",
+    "communicate": "communication not hidden",
+    "wait": "waiting for others",
+    "load": "waiting for data",
+    "other": "the rest of steps",
+    "checkpoint": "saving checkpoints",
+    "recover": "recovering",
+    "between": "between steps",
+}
+_MAX_DIAGNOSES = 12
+
+
+def _spending(spending: Spending, width: int, is_ascii: bool) -> Iterator[str]:
+    """Every part that is worth a word, and then the run from left to right: for each period its largest part."""
+    shown = [part for part in PARTS if spending.parts[part] >= 0.005]
+    text = ", ".join(f"{_SPENT[part]} {percent(spending.parts[part])}" for part in shown)
+    yield from _wrapped(f"{duration(spending.wall_seconds)} from the first step to the last: {text}", width - 2)
+    waited = max(spending.waited_for.items(), key=lambda item: item[1], default=None)
+    if waited is not None and waited[1] >= 0.01 * spending.wall_seconds:
+        yield from _wrapped(f"others waited {waited[1]:.1f} s in all for rank {waited[0]}, the most", width - 2)
+    for part in shown:
+        most = max(period.parts[part] for period in spending.periods)
+        line = "".join(_height(period.parts[part], is_ascii) for period in spending.periods)
+        yield f"{_SPENT[part]:25} {line}  at most {percent(most)}"
+
+
+def _height(share: float, is_ascii: bool) -> str:
+    """One character for a part of a period, the fuller the larger."""
+    levels = " .:-=+*#%@" if is_ascii else " ▁▂▃▄▅▆▇█"
+    return levels[min(len(levels) - 1, round(share * (len(levels) - 1) + (0.4 if share > 0 else 0.0)))]
+
+
+def _diagnoses(explanation: "Explanation", width: int) -> Iterator[str]:
+    for told in explanation.diagnoses[:_MAX_DIAGNOSES]:
+        cost = f" [costs {told.cost:.0f} % of the time]" if told.cost else ""
+        after = told.time - explanation.run.created
+        yield from _wrapped(f"- {duration(max(0.0, after))}: {told.message}{cost}", width - 2, "  ")
+        if told.why:
+            yield from _wrapped(f"  why: {told.why}", width - 2, "       ")
+        if told.hint:
+            yield from _wrapped(f"   do: {told.hint}", width - 2, "       ")
+    if (rest := len(explanation.diagnoses) - _MAX_DIAGNOSES) > 0:
+        yield f"and {rest} more: see `--json`"
 
 
 def _history(explanation: "Explanation", width: int, is_ascii: bool) -> Iterator[str]:

@@ -30,7 +30,7 @@ def find_eras(events: Iterable[Event], turns: Sequence[Turn]) -> list[Era]:
     counts = [0] * len(worlds)
     for turn in turns:
         if (index := bisect(times, turn.end)) > 0:
-            counts[index - 1] += 1
+            counts[index - 1] += turn.num_steps
     return [
         Era(
             generation=int(event.data.get("generation", 0)),
@@ -63,7 +63,7 @@ class Timeline:
         usual: dict[int, list[float]] = {}
         for turn in self.turns:
             if not self.is_interrupted(turn):
-                usual.setdefault(self.num_members(turn.end), []).append(turn.seconds)
+                usual.setdefault(self.num_members(turn.end), []).append(turn.seconds / turn.num_steps)
         self._medians = {size: median(seconds) for size, seconds in usual.items()}
 
     def era(self, moment: float) -> Era:
@@ -77,8 +77,8 @@ class Timeline:
         return self._medians.get(num_members, default)
 
     def is_interrupted(self, turn: Turn) -> bool:
-        """Whether the World changed while the step was under way."""
-        return is_disturbed(turn.end - turn.seconds, turn.end, self._changes)
+        """Whether the World changed while the step was under way; of merged steps nobody knows."""
+        return turn.num_steps == 1 and is_disturbed(turn.end - turn.seconds, turn.end, self._changes)
 
     def own_seconds(self, turn: Turn) -> float:
         """A step without what was lost in it."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from heapq import merge
 from operator import itemgetter
 
+from shoal.observe.merged import align
 from shoal.spec.event import Event, StepMetrics
 
 
@@ -36,6 +37,11 @@ class Turn:
         return min(one.time for one in self.metrics.values())
 
     @property
+    def num_steps(self) -> int:
+        """How many steps this stands for: more than one where it is long ago, and they were merged."""
+        return self.lead.num_steps
+
+    @property
     def seconds(self) -> float:
         return step_seconds(self.lead)
 
@@ -52,9 +58,10 @@ def merge_turns(metrics: Mapping[int, Sequence[StepMetrics]], events: Sequence[E
     already in a turn begins another: its script has a second trainer, or went back to a checkpoint. Which of the two
     is told by events.
     """
+    metrics = align(metrics)
     files = list(metrics.values())
     numbers = [[row.step for row in steps] for steps in files]
-    is_straight = not any(_is_way_back(event) or event.kind == "relearning" for event in events)
+    is_straight = not any(is_way_back(event) or event.kind == "relearning" for event in events)
     if is_straight and all(each == numbers[0] for each in numbers):
         # Everybody took every step: this is how nearly all runs are, and the merge would be the slowest part.
         return [Turn(rows[0].step, dict(zip(metrics, rows, strict=True))) for rows in zip(*files, strict=True)]
@@ -86,7 +93,7 @@ def _merge(metrics: Mapping[int, Sequence[StepMetrics]]) -> list[Turn]:
 
 def _mark_undone(turns: Sequence[Turn], events: Iterable[Event]) -> None:
     """What was taken before the run went back, and taken again after it, does not count."""
-    for event in filter(_is_way_back, events):
+    for event in filter(is_way_back, events):
         back_to = event.step or 0
         again = {turn.step for turn in turns if turn.end > event.time}
         for turn in turns:
@@ -106,7 +113,7 @@ def _mark_again(turns: Sequence[Turn], events: Iterable[Event]) -> None:
                     known.remove(turn.step)
 
 
-def _is_way_back(event: Event) -> bool:
+def is_way_back(event: Event) -> bool:
     """Whether workers went on from a checkpoint: they say so, or nobody in a later World has worked before."""
     if event.kind == "world" and event.data.get("generation") != 0:
         return event.data.get("members") == event.data.get("joined")

@@ -1,0 +1,1 @@
+"""A script that trains until it is stopped, and what is done to it."""

@@ -1,0 +1,1 @@
+"""runs -> a page: `shoal dash` shows in a browser what run folders hold."""

@@ -1,0 +1,612 @@
+"""Agents and launchers under fire, all on this machine: who dies takes nobody along, and nobody stays behind."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from launching import Box, box
+
+from shoal.engine import fleet as fleets
+from shoal.engine import guard as guards
+from shoal.engine.agent import CONNECTED
+from shoal.engine.clock import ClockOffset
+from shoal.engine.door import MAX_GREETINGS
+from shoal.engine.engine import CONTROL_FD, Listener
+from shoal.engine.fleet import Fleet
+from shoal.engine.hosts import Host, HostsGround, parse_hosts
+from shoal.engine.mpi import make_ground
+from shoal.engine.wire import Invitation
+from shoal.spec.errors import UserError
+from shoal.spec.job import WorkerExit, WorkerSpec
+from shoal.spec.system import SystemSample
+from shoal.testing import rigs
+from shoal.testing.engine_contract import shell, wait_for_exits, wait_for_file
+
+__all__ = ["box"]
+
+LEASE = 2.0
+"""Seconds, instead of ten: agents of these tests are told so, and launchers in this process."""
+AGENT = f"from shoal.engine import agent; agent.LEASE_SECONDS = {LEASE}"
+BUSY = "trap '' TERM; while :; do echo $$ >> beats$RANK; sleep 0.02; done"
+
+Make = Callable[..., Fleet]
+
+
+def be_agent(first: str = "") -> list[str]:
+    """The command of an agent. It starts one that outlives it, as mpirun does."""
+    agent = [sys.executable, "-c", f"{AGENT}\n{first}\nraise SystemExit(agent.main())"]
+    return ["/bin/sh", "-c", 'exec 3<&0; "$@" <&3 & wait', "sh", *agent]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes engines with agents on hosts `a` and `b`, two slots each; `first` is what agents do first, by host."""
+    monkeypatch.setattr(fleets, "SILENT_SECONDS", LEASE + 1.0)
+    made: list[Fleet] = []
+
+    def make(listener: Listener | None = None, **first: str) -> Fleet:
+        hosts = [Host(name=name, num_slots=2) for name in ("a", "b")]
+        ground = HostsGround(hosts, "127.0.0.1", lambda host, _: be_agent(first.get(host, "")))
+        made.append(Fleet(ground, listener, num_slots=4))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.stop(0.0)
+        each.close()
+
+
+def wait_until(condition: Callable[[], object], engine: Fleet, seconds: float = 30.0) -> list[WorkerExit]:
+    """Poll until that is so; what ended meanwhile."""
+    exits: list[WorkerExit] = []
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        exits.extend(engine.poll(0.05))
+    return exits
+
+
+def agent_of(pid: int) -> psutil.Process:
+    """The agent that started a worker."""
+    parent = psutil.Process(pid).parent()
+    assert parent is not None
+    return parent
+
+
+def is_dead(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def start_busy(engine: Fleet, folder: Path, num_workers: int = 4) -> dict[int, int]:
+    """Workers that write as long as they live and do not listen, two with each agent; their processes."""
+    engine.start([shell(folder, rank, BUSY) for rank in range(num_workers)])
+    for rank in range(num_workers):
+        wait_for_file(folder / f"beats{rank}")
+    return dict(engine.pids)
+
+
+def test_workers_of_a_killed_agent_are_dead_before_that_is_said(make: Make, tmp_path: Path) -> None:
+    engine = make()
+    pids = start_busy(engine, tmp_path)
+    agent_of(pids[2]).kill()
+    exits = wait_for_exits(engine, 2)
+    assert is_dead(pids[2])
+    assert is_dead(pids[3])
+    assert [(end.rank, end.code) for end in exits] == [(2, -9), (3, -9)]
+    assert engine.room == 2
+    assert sorted(engine.pids) == [0, 1]
+    # Another agent comes, and with it the same ranks.
+    assert wait_until(lambda: engine.room == 4, engine) == []
+    engine.start([shell(tmp_path, 2, "exit 5")])
+    assert [(end.rank, end.code) for end in wait_for_exits(engine, 1)] == [(2, 5)]
+    assert not is_dead(pids[0])
+
+
+def test_all_machines_are_lost_and_come_back(make: Make, tmp_path: Path) -> None:
+    engine = make()
+    pids = start_busy(engine, tmp_path)
+    for rank in (0, 2):
+        agent_of(pids[rank]).kill()
+    assert len(wait_for_exits(engine, 4)) == 4
+    assert engine.room == 0
+    wait_until(lambda: engine.room == 4, engine)
+
+
+def test_a_guard_that_begins_after_its_launcher_died_knows_whom_to_end() -> None:
+    worker = subprocess.Popen(["/bin/sh", "-c", "trap '' TERM; while :; do sleep 1; done"], start_new_session=True)
+    guard = [sys.executable, "-I", "-S", guards.__file__, "1", "0"]
+    subprocess.run(guard, input=f"+{worker.pid}\n".encode(), timeout=20, check=True)
+    assert worker.wait(20) == -signal.SIGKILL
+
+
+def test_a_stopped_agent_has_no_workers_when_they_count_as_dead(make: Make, tmp_path: Path) -> None:
+    """And when it goes on, it does nothing to those who took their place."""
+    engine = make()
+    engine.seat(range(4), 4)
+    engine.start([shell(tmp_path, rank, BUSY) for rank in (0, 1, 2)])
+    for rank in range(3):
+        wait_for_file(tmp_path / f"beats{rank}")
+    engine.kill(0)
+    wait_for_exits(engine, 1)
+    pids = dict(engine.pids)
+    agent = agent_of(pids[2])
+    agent.suspend()
+    try:
+        (end,) = wait_for_exits(engine, 1)
+        assert (end.rank, end.code) == (2, -9)
+        assert is_dead(pids[2])
+        (tmp_path / "beats2").unlink()
+        engine.start([shell(tmp_path, 2, BUSY)])
+    finally:
+        agent.resume()
+    wait_for_file(tmp_path / "beats2")
+    agent.wait(20)
+    size = (tmp_path / "beats2").stat().st_size
+    assert wait_until(lambda: (tmp_path / "beats2").stat().st_size > size + 100, engine) == []
+    assert agent_of(engine.pids[2]).pid == agent_of(pids[1]).pid
+
+
+def test_an_agent_that_was_stopped_for_a_moment_goes_on(make: Make, tmp_path: Path) -> None:
+    engine = make()
+    pids = start_busy(engine, tmp_path, 3)
+    agent = agent_of(pids[2])
+    agent.suspend()
+    deadline = time.monotonic() + LEASE / 2
+    while time.monotonic() < deadline:
+        assert engine.poll(0.05) == []
+    agent.resume()
+    engine.kill(2)
+    assert [end.rank for end in wait_for_exits(engine, 1)] == [2]
+    assert engine.room == 4
+
+
+def test_an_agent_does_not_wait_for_a_launcher_that_is_cut_off(make: Make, tmp_path: Path) -> None:
+    """Nothing comes from it, not even an end: its workers are ended after the lease."""
+    engine = make()
+    pids = start_busy(engine, tmp_path, 1)
+    engine._is_closed.set()  # no beats from here on
+    wait_until(lambda: is_dead(pids[0]), engine)
+    assert [end.code for end in wait_for_exits(engine, 1)] == [-9]
+
+
+def test_one_agent_is_being_lost_while_another_worker_is_started(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleets, "ORPHANED_SECONDS", 2.0)
+    engine = make()
+    pids = start_busy(engine, tmp_path)
+    engine.kill(0)
+    wait_for_exits(engine, 1)
+    agent_of(pids[2]).kill()
+    wait_until(lambda: engine.room == 2, engine)
+    assert sorted(engine.pids) == [1, 2, 3]
+    seat = engine.seat([0], 1)[0]
+    assert (seat.node, seat.local_rank) == ("a", 0)
+    assert engine.seat([2], 1)[2].node == "b"
+    engine.start([shell(tmp_path, 0, "exit 4")])
+    ended = {end.rank: end.code for end in wait_for_exits(engine, 3)}
+    assert ended == {0: 4, 2: -9, 3: -9}
+
+
+def test_nothing_is_started_where_a_log_cannot_be_kept(make: Make, tmp_path: Path) -> None:
+    engine = make()
+    engine.seat(range(2), 2)
+    good = shell(tmp_path, 0, "echo up > up0; sleep 60")
+    bad = WorkerSpec(
+        rank=1, command=good.command, env={}, working_dir=str(tmp_path), log_path=str(tmp_path / "no" / "1.log")
+    )
+    with pytest.raises(UserError, match="Worker 1 could not be started") as caught:
+        engine.start([good, bad])
+    assert "No such file" in caught.value.why
+    assert engine.pids == {}
+    engine.start([shell(tmp_path, 2, "exit 0")])
+    wait_for_exits(engine, 1)
+    assert not (tmp_path / "up0").exists()
+
+
+def test_a_folder_that_is_not_there_is_named(make: Make, tmp_path: Path) -> None:
+    spec = shell(tmp_path, 0, "exit 0")
+    missing = WorkerSpec(
+        rank=0, command=spec.command, env={}, working_dir=str(tmp_path / "gone"), log_path=spec.log_path
+    )
+    engine = make()
+    with pytest.raises(UserError) as caught:
+        engine.start([missing, shell(tmp_path, 1, "sleep 60")])
+    assert caught.value.why == f"there is no folder {tmp_path / 'gone'} on that machine"
+    assert engine.pids == {}
+    assert engine.poll() == []
+
+
+def test_a_machine_with_another_torch_is_not_taken(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleets, "versions", lambda: {**fleets_versions, "torch": "1.0"})
+    with pytest.raises(UserError, match=r"has torch .* and the launcher has 1\.0"):
+        make().start([shell(tmp_path, 0, "exit 0")])
+
+
+fleets_versions = fleets.versions()
+
+
+def test_a_machine_that_comes_back_with_another_version_ends_nobody(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems: list[str] = []
+    engine = make(Listener(problem=problems.append))
+    pids = start_busy(engine, tmp_path)
+    monkeypatch.setattr(fleets, "versions", lambda: {**fleets_versions, "torch": "1.0"})
+    agent_of(pids[2]).kill()
+    exits = wait_until(lambda: any("takes no part" in text for text in problems), engine)
+    assert [end.rank for end in exits] == [2, 3]
+    assert engine.room == 2
+    assert not is_dead(pids[0])
+
+
+def test_what_workers_say_is_told_within_poll_only(make: Make, tmp_path: Path) -> None:
+    """One agent is slow to start its worker. What that of the other says meanwhile is not lost, and not early."""
+    slow = "import time\nstart = agent.Agent._start\n"
+    slow += "agent.Agent._start = lambda *args: (time.sleep(1.5), start(*args))"
+    told: list[tuple[str, bool]] = []
+    is_polling = False
+    listener = Listener(
+        output=lambda rank, data: told.append((f"{rank}{data.decode()}", is_polling)),
+        control=lambda rank, line: told.append((f"{rank}{line.decode()}", is_polling)),
+    )
+    engine = make(listener, b=slow)
+    engine.seat(range(3), 3)
+    program = "echo out; echo ready > /dev/fd/$0; exit 3"
+    specs = [shell(tmp_path, rank, "") for rank in range(3)]
+    commands = [("/bin/sh", "-c", program, CONTROL_FD)] * 3
+    engine.start(
+        [
+            WorkerSpec(rank=s.rank, command=c, env=s.env, working_dir=s.working_dir, log_path=s.log_path)
+            for s, c in zip(specs, commands, strict=True)
+        ]
+    )
+    assert told == []
+    assert sorted(engine.pids) == [0, 1, 2]
+    is_polling = True
+    assert [end.code for end in wait_for_exits(engine, 3)] == [3, 3, 3]
+    assert all(is_told for _, is_told in told)
+    assert {text for text, _ in told} == {f"{rank}{said}" for rank in range(3) for said in ("out\n", "ready")}
+
+
+def test_strangers_keep_nobody_waiting(make: Make, tmp_path: Path) -> None:
+    """Some say nothing, some say it slowly, some speak of other things; then they are told to go."""
+    problems: list[str] = []
+    engine = make(Listener(problem=problems.append))
+    start_busy(engine, tmp_path, 1)
+    assert engine._door is not None
+    place = ("127.0.0.1", engine._door.invitation.port)
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection(place)) for _ in range(60)]
+        for number, stranger in enumerate(strangers):
+            stranger.sendall((b"", b"shoal-agent-1\n", b"GET / HTTP/1.0\r\n\r\n")[number % 3])
+        engine.start([shell(tmp_path, 1, "exit 6")])
+        assert [(end.rank, end.code) for end in wait_for_exits(engine, 1)] == [(1, 6)]
+        wait_until(lambda: problems and len(engine._door._greetings) == 40, engine)
+        # On a busy machine people are told that machines are waited for, too.
+        assert [each for each in problems if not each.startswith("waiting for")] == [
+            "somebody who connected was turned away: it is no agent of this version"
+        ]
+        more = [stack.enter_context(socket.create_connection(place)) for _ in range(MAX_GREETINGS)]
+        wait_until(lambda: len(engine._door._greetings) == MAX_GREETINGS, engine)
+        wait_until(lambda: is_closed(strangers[0]), engine)
+        assert not is_closed(more[-1])
+        engine.start([shell(tmp_path, 1, "exit 7")])
+        assert [end.code for end in wait_for_exits(engine, 1)] == [7]
+
+
+def is_closed(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        while data := connection.recv(1 << 16):
+            assert data.startswith(b"shoal-agent-1\n")
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+    return True
+
+
+def test_a_worker_that_prints_without_end_costs_bounded_memory(make: Make, tmp_path: Path) -> None:
+    """200 MB pass through agent and launcher in a few seconds; neither keeps more than some megabytes of them."""
+    engine = make()
+    program = "import sys\nfor _ in range(3200): sys.stdout.buffer.write(bytes(65536))"
+    engine.start([shell(tmp_path, 0, f'"{sys.executable}" -c "{program}"')])
+    agent, launcher = agent_of(engine.pids[0]), psutil.Process()
+    before = launcher.memory_info().rss
+    most_here = most_there = 0
+    exits: list[WorkerExit] = []
+    deadline = time.monotonic() + 90
+    while not exits and time.monotonic() < deadline:
+        exits.extend(engine.poll(0.1))
+        most_here = max(most_here, launcher.memory_info().rss - before)
+        most_there = max(most_there, agent.memory_info().rss)
+    assert [end.code for end in exits] == [0]
+    assert (tmp_path / "0.log").stat().st_size == 3200 * 65536
+    (tmp_path / "0.log").unlink()
+    print(f"launcher: {most_here >> 20} MB more, agent: {most_there >> 20} MB")
+    assert most_here < 64 << 20
+    assert most_there < 128 << 20
+
+
+def test_a_host_that_fails_for_a_while_is_asked_again() -> None:
+    """Also where it is one of those without which the run cannot go on."""
+    failing = ["/bin/sh", "-c", "echo no route >&2; exit 9"]
+    ground = HostsGround([Host(name="a")], "127.0.0.1", lambda host, _: failing)
+    ground.open(Invitation.new("127.0.0.1", 9), 1, 1)
+    try:
+        for _ in range(2):
+            with pytest.raises(UserError, match="No agent could be started on a") as caught:
+                look_for_long(ground)
+            assert caught.value.why == "no route"
+    finally:
+        ground.close()
+
+
+def test_a_command_that_hangs_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.engine.hosts.HUNG_SECONDS", 0.3)
+    commands = [["/bin/sleep", "600"], ["/bin/sh", "-c", f"echo {CONNECTED}; exec sleep 600"]]
+    ground = HostsGround([Host(name="a")], "127.0.0.1", lambda host, _: commands.pop(0))
+    ground.open(Invitation.new("127.0.0.1", 9), 1, 1)
+    try:
+        deadline = time.monotonic() + 20
+        while commands and time.monotonic() < deadline:
+            ground.look()
+            time.sleep(0.02)
+        assert not commands
+        time.sleep(0.5)
+        ground.look()
+        assert ground.waiting_for() == "agents are starting", "this one has come"
+    finally:
+        ground.close()
+
+
+@rigs.needs("mpirun")
+def test_of_pages_from_mpirun_the_reason_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.engine.hosts.AGENT", ("-m", "shoal.engine.nothing"))
+    ground = make_ground("localhost:1", {})
+    ground.open(Invitation.new("127.0.0.1", 9), 1, 1)
+    try:
+        with pytest.raises(UserError) as caught:
+            look_for_long(ground)
+    finally:
+        ground.close()
+    assert caught.value.why.endswith("No module named shoal.engine.nothing")
+    assert len(caught.value.why.splitlines()) <= 2
+
+
+def look_for_long(ground: HostsGround) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        ground.look()
+        time.sleep(0.02)
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize("text", ["", ",", "a:", "a:x", "a:0", "a:-1", ":3", "a:2,,b", "a:1.5", "a b:0"])
+def test_nonsense_for_hosts_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="not a list of hosts"):
+        parse_hosts(text)
+
+
+def test_a_host_is_named_once() -> None:
+    with pytest.raises(UserError, match="twice"):
+        parse_hosts("a:1,b,a:2")
+    assert parse_hosts(" a , b:3") == [Host(name="a"), Host(name="b", num_slots=3)]
+
+
+def test_mpirun_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="mpirun was not found") as caught:
+        make_ground("a:1", {})
+    assert "apt install" in caught.value.hint
+
+
+# With `shoal run`. In place of mpirun is a program that starts its command here.
+
+MPIRUN = f"""\
+#!/bin/sh
+while [ "$1" != "-n" ]; do shift; done
+exec "$3" -c "{AGENT}; raise SystemExit(agent.main())"
+"""
+
+
+@pytest.fixture
+def hosts(box: Box) -> Box:
+    """A box whose runs find a `mpirun` without MPI, and agents with a short lease."""
+    mpirun = box.write("bin/mpirun", MPIRUN)
+    mpirun.chmod(0o755)
+    box.env["PATH"] = f"{mpirun.parent}:{os.environ['PATH']}"
+    return box
+
+
+RUN = ("run", "--engine", "mpi", "--hosts", "localhost:2", "-n", "2")
+WRITING = """
+    import os, time
+    open(f"up{os.environ['RANK']}", "w").write(str(os.getpid()))
+    while not os.path.exists("end"):
+        time.sleep(0.02)
+    print("bye", os.environ["RANK"])
+"""
+
+
+def pids_in(box: Box) -> list[int]:
+    return [int((box.folder / f"up{rank}").read_text()) for rank in range(2)]
+
+
+def test_a_killed_launcher_leaves_nobody_behind(hosts: Box) -> None:
+    hosts.write("train.py", WRITING)
+    launcher = hosts.start(*RUN, "train.py")
+    hosts.wait_for_files("up0", "up1")
+    launcher.kill()
+    launcher.communicate(timeout=20)
+    hosts.wait_for_peace()
+
+
+def test_a_launcher_that_was_stopped_for_a_moment_loses_nobody(hosts: Box) -> None:
+    hosts.write("train.py", WRITING)
+    launcher = hosts.start(*RUN, "train.py")
+    hosts.wait_for_files("up0", "up1")
+    launcher.send_signal(signal.SIGSTOP)
+    time.sleep(LEASE / 2)
+    launcher.send_signal(signal.SIGCONT)
+    time.sleep(0.2)
+    hosts.write("end", "")
+    assert "lost" not in launcher.communicate(timeout=60)[1]
+    assert launcher.returncode == 0
+
+
+def test_ctrl_z_pauses_the_workers_for_as_long_as_one_likes(hosts: Box) -> None:
+    hosts.write("train.py", WRITING)
+    launcher = hosts.start(*RUN, "train.py")
+    hosts.wait_for_files("up0", "up1")
+    workers = [psutil.Process(pid) for pid in pids_in(hosts)]
+    launcher.send_signal(signal.SIGTSTP)
+    hosts.wait_for(lambda: all(worker.status() == psutil.STATUS_STOPPED for worker in workers))
+    hosts.wait_for(lambda: psutil.Process(launcher.pid).status() == psutil.STATUS_STOPPED)
+    time.sleep(LEASE + 0.5)
+    launcher.send_signal(signal.SIGCONT)
+    hosts.write("end", "")
+    out, problems = launcher.communicate(timeout=60)
+    assert "lost" not in problems
+    assert sorted(out.split()) == ["0", "1", "[0]", "[1]", "bye", "bye"]
+    assert launcher.returncode == 0
+
+
+def test_output_that_nobody_reads_costs_nobody_its_life(hosts: Box) -> None:
+    """A launcher that is held by its terminal, or by `less`, for longer than the lease."""
+    hosts.write(
+        "train.py",
+        """
+        import os, time
+        for number in range(20000):
+            print(number, os.environ["RANK"] * 100)
+        open(f"up{os.environ['RANK']}", "w").write("x")
+        """,
+    )
+    launcher = hosts.start(*RUN, "train.py")
+    time.sleep(LEASE + 3.0)
+    assert launcher.poll() is None
+    out, problems = launcher.communicate(timeout=60)
+    assert "lost" not in problems
+    assert launcher.returncode == 0
+    assert out.count(" 19999 ") == 2
+    assert all(len(hosts.log(rank).splitlines()) == 20000 for rank in range(2))
+
+
+def test_ctrl_c_while_machines_are_waited_for(hosts: Box) -> None:
+    hosts.write("bin/mpirun", "#!/bin/sh\nexec sleep 600\n")
+    hosts.write("train.py", WRITING)
+    launcher = hosts.start(*RUN, "train.py")
+    assert launcher.stderr is not None
+    assert "waiting for machines: agents are starting" in launcher.stderr.readline()
+    launcher.send_signal(signal.SIGINT)
+    _, problems = launcher.communicate(timeout=60)
+    assert launcher.returncode == 130
+    assert "Traceback" not in problems
+
+
+def test_a_second_ctrl_c_does_not_wait(hosts: Box) -> None:
+    hosts.write(
+        "train.py",
+        """
+        import os, signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open(f"up{os.environ['RANK']}", "w").write("x")
+        time.sleep(600)
+        """,
+    )
+    launcher = hosts.start(*RUN, "train.py")
+    hosts.wait_for_files("up0", "up1")
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(0.4)
+    launcher.send_signal(signal.SIGINT)
+    _, problems = launcher.communicate(timeout=60)
+    assert launcher.returncode == 130
+    assert "Traceback" not in problems
+
+
+def test_a_run_on_hosts_can_be_asked_and_told(hosts: Box) -> None:
+    hosts.write("train.py", WRITING)
+    launcher = hosts.start(*RUN, "--name", "r", "train.py")
+    hosts.wait_for_files("up0", "up1")
+    stacks = hosts.run("stacks", "r")
+    assert stacks.returncode == 0, stacks.stderr
+    assert stacks.stdout.count("train.py") >= 2
+    resized = hosts.run("resize", "r", "-n", "1")
+    assert "not elastic" in resized.stderr
+    killed = hosts.run("kill", "r", "--rank", "1")
+    assert killed.returncode == 0, killed.stderr
+    _, problems = launcher.communicate(timeout=60)
+    assert launcher.returncode == 137
+    assert "SIGKILL" in problems
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--hosts", "localhost:1", "-n", "2", "train.py"), "The hosts have 1 slots, and 2 workers are needed"),
+        (("--hosts", "no-such-host.invalid:2", "-n", "2", "train.py"), "no way to the host 'no-such-host.invalid'"),
+        (("--hosts", "localhost:2", "-n", "2", "-o", "engine.mpirun='x", "train.py"), "engine.mpirun is"),
+        (("--hosts", "localhost:x", "-n", "2", "train.py"), "not a list of hosts"),
+        (("--hosts", "localhost:2", "-n", "2", "nothing.py"), "nothing.py"),
+    ],
+)
+def test_mistakes_are_told_in_a_few_lines(hosts: Box, args: tuple[str, ...], said: str) -> None:
+    hosts.write("train.py", WRITING)
+    ended = hosts.run("run", "--engine", "mpi", *args)
+    assert ended.returncode not in (0, None)
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_host_on_which_no_agent_starts_is_named(hosts: Box) -> None:
+    hosts.write("bin/mpirun", "#!/bin/sh\necho 'ssh: connect to host b: refused' >&2; exit 3\n")
+    hosts.write("train.py", WRITING)
+    ended = hosts.run(*RUN, "train.py")
+    assert ended.returncode != 0
+    assert "No agent could be started on localhost." in ended.stderr
+    assert "ssh: connect to host b: refused" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_clocks_of_machines_are_measured_while_they_beat(make: Make, tmp_path: Path) -> None:
+    """One agent lives two minutes ahead of us, which it does not know."""
+    told: dict[str, ClockOffset] = {}
+    ahead = "import time; true_time = time.time; time.time = lambda: true_time() + 120.0"
+    engine = make(Listener(clock=lambda offset: told.setdefault(offset.node, offset)), b=ahead)
+    start_busy(engine, tmp_path)
+    wait_until(lambda: len(told) == 2, engine)
+    assert (told["a"].ranks, told["b"].ranks) == ((0, 1), (2, 3))
+    for node, offset in (("a", 0.0), ("b", 120.0)):
+        assert abs(told[node].offset_seconds - offset) <= told[node].error_seconds + 0.001, told[node]
+
+
+def test_every_machine_says_what_its_workers_do(make: Make, tmp_path: Path) -> None:
+    samples: list[SystemSample] = []
+    engine = make(Listener(system=samples.append))
+    pids = start_busy(engine, tmp_path)
+
+    def is_told() -> bool:
+        return {sample.node for sample in samples if len(sample.workers) == 2} == {"a", "b"}
+
+    wait_until(is_told, engine)
+    for sample in samples:
+        assert {rank: pids[rank] for rank in sample.workers} == {rank: w.pid for rank, w in sample.workers.items()}
+        assert set(sample.workers) <= ({0, 1} if sample.node == "a" else {2, 3})
+    assert samples[-1].memory_total > 0

@@ -1,0 +1,136 @@
+// Where the time went: what `shoal explain` says, drawn.
+
+import { ask } from "./api";
+import { bdi, empty, failure, fill, gentle, h, loading, s } from "./dom";
+import { brief, count, number, percent } from "./format";
+import type { Run, View } from "./types";
+
+const PARTS: [string, string][] = [
+  ["compute", "Compute"],
+  ["communicate", "Communication"],
+  ["wait", "Waiting for others"],
+  ["load", "Loading data"],
+  ["other", "Other"],
+];
+
+type Shares = Record<string, number>;
+interface Rank { rank: number; shares: Shares; own_seconds: number; step_seconds: number; num_steps: number; num_waited_for: number }
+interface Breakdown { num_steps: number; step_median_seconds: number; step_p99_seconds: number; samples_per_second: number; warmup_steps: number; warmup_seconds: number; shares: Shares; ranks: Rank[]; slowest: number | null }
+interface Finding { what: string; why: string; change: string; gain: number | null }
+interface Explanation {
+  breakdown: Breakdown | null;
+  findings: Finding[];
+  history: { effective_ratio: number | null; spent: Record<string, number> | null } | null;
+  notes: { kind: string; count: number; text: string }[];
+  items: Record<string, number> | null;
+}
+
+export function showTime(root: HTMLElement, run: Run): View {
+  fill(root, loading("what became of the time"));
+  const refresh = gentle(async () => {
+    try {
+      draw(await ask<Explanation>(`runs/${encodeURIComponent(run.id)}/explain`));
+    } catch (error) {
+      fill(root, failure(error));
+    }
+  }, 5000);
+
+  function draw(told: Explanation): void {
+    const { breakdown } = told;
+    if (!breakdown) {
+      fill(root, findings(told), empty("No steps were recorded.", "Times appear with the first steps that a shoal.Trainer takes."));
+      return;
+    }
+    fill(root, h("div", { class: "stack" }, summary(breakdown), bars(breakdown), findings(told), elastic(told), notes(told)));
+    root.dataset.drawn = "1";
+  }
+
+  refresh();
+  return { news: (changed) => (changed.includes("series") || changed.includes("status") ? refresh() : undefined) };
+}
+
+function summary(told: Breakdown): HTMLElement {
+  const fact = (name: string, value: string): HTMLElement => h("div", { class: "fact" }, h("dt", null, name), h("dd", null, value));
+  return h(
+    "dl",
+    { class: "card facts" },
+    fact("Steps", count(told.num_steps)),
+    fact("A step takes", brief(told.step_median_seconds)),
+    fact("99 % take less than", brief(told.step_p99_seconds)),
+    fact("Samples per second", number(told.samples_per_second)),
+    fact("Warm-up, not counted", `${told.warmup_steps} in ${brief(told.warmup_seconds)}`),
+    told.slowest === null ? null : fact("Slowest", `rank ${told.slowest}`),
+  );
+}
+
+function bars(told: Breakdown): HTMLElement {
+  const rows = [{ name: "All", shares: told.shares, note: "" }, ...told.ranks.map((rank) => ({ name: `Rank ${rank.rank}`, shares: rank.shares, note: `${brief(rank.own_seconds)} of its own` }))];
+  return h(
+    "section",
+    { class: "card stack" },
+    h("h2", null, "Where the time of a step went"),
+    h("ul", { class: "keys" }, ...PARTS.map(([part, title]) => h("li", { class: `key k-${part}` }, title))),
+    h("div", { class: "bars" }, ...rows.flatMap((row) => [h("span", { class: "small" }, row.name), bar(row.name, row.shares), h("span", { class: "small quiet" }, row.note)])),
+    h(
+      "div",
+      { class: "scroll", tabindex: 0, role: "group", "aria-label": "The same as numbers" },
+      h(
+        "table",
+        null,
+        h("thead", null, h("tr", null, h("th", { scope: "col" }, ""), ...PARTS.map(([, title]) => h("th", { scope: "col", class: "number" }, title)))),
+        h("tbody", null, ...rows.map((row) => h("tr", null, h("th", { scope: "row" }, row.name), ...PARTS.map(([part]) => h("td", { class: "number" }, percent(row.shares[part] ?? 0)))))),
+      ),
+    ),
+  );
+}
+
+function bar(name: string, shares: Shares): SVGElement {
+  let x = 0;
+  const words = PARTS.map(([part, title]) => `${title} ${percent(shares[part] ?? 0)}`).join(", ");
+  const parts = PARTS.map(([part, title]) => {
+    const width = 1000 * (shares[part] ?? 0);
+    const rect = s("rect", { x, width, height: 20, class: `f-${part}` }, s("title", null, `${title} ${percent(shares[part] ?? 0)}`));
+    x += width;
+    return rect;
+  });
+  return s("svg", { viewBox: "0 0 1000 20", preserveAspectRatio: "none", role: "img", "aria-label": `${name}: ${words}` }, ...parts);
+}
+
+function findings(told: Explanation): HTMLElement {
+  const title = h("h2", null, "What to change");
+  if (!told.findings.length) return h("section", { class: "card stack" }, title, h("p", { class: "quiet" }, "Nothing stands out."));
+  return h(
+    "section",
+    { class: "card stack" },
+    title,
+    ...told.findings.map((found) =>
+      h(
+        "div",
+        { class: "finding" },
+        h("strong", null, bdi(found.what)),
+        found.gain ? h("span", { class: "gain" }, `Up to ${percent(found.gain)} less time`) : null,
+        found.why ? h("span", null, h("span", { class: "quiet" }, "Why: "), bdi(found.why)) : null,
+        found.change ? h("span", null, h("span", { class: "quiet" }, "What to do: "), bdi(found.change)) : null,
+      ),
+    ),
+  );
+}
+
+function elastic(told: Explanation): HTMLElement | null {
+  const ratio = told.history?.effective_ratio;
+  if (ratio === null || ratio === undefined || !told.history?.spent) return null;
+  const { wall, ...parts } = told.history.spent;
+  const names: Record<string, string> = { productive: "steps that count", losses: "losses of workers", joins: "joins", redone: "steps redone", between: "between steps" };
+  return h(
+    "section",
+    { class: "card stack" },
+    h("h2", null, `Effective training time: ${percent(ratio)} of ${brief(wall)}`),
+    h("dl", { class: "facts" }, ...Object.entries(parts).map(([name, seconds]) => h("div", { class: "fact" }, h("dt", null, names[name] ?? name), h("dd", null, brief(seconds))))),
+  );
+}
+
+function notes(told: Explanation): HTMLElement | null {
+  if (!told.notes.length) return null;
+  const rows = told.notes.map((note) => h("tr", null, h("td", { class: "fixed" }, note.kind.replaceAll("_", " ")), h("td", { class: "number" }, `${note.count}×`), h("td", null, bdi(note.text))));
+  return h("section", { class: "card stack" }, h("h2", null, "Worth knowing"), h("div", { class: "scroll", tabindex: 0 }, h("table", null, h("tbody", null, ...rows))));
+}
