@@ -23,7 +23,7 @@ LEVELS = (
     ("hanging", "diagnosing", "sending", "alerting", "opened"),
     ("tasks",),
     ("train", "cluster"),
-    ("comm", "data", "checkpoint", "elastic", "observe", "engine"),
+    ("comm", "data", "checkpoint", "elastic", "observe", "engine", "place"),
     ("files", "verb_parser"),
     ("spec", "version"),
 )

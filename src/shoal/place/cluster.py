@@ -1,0 +1,124 @@
+"""What a policy sees: nodes, jobs, partitions and people, at one moment. Frozen; the service and the simulator make it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+CLASSES = ("batch", "training", "interactive", "serving")
+"""Job classes, the least urgent first."""
+
+Rate = Callable[[str, int, int], float]
+"""How much useful work a second a job would do: (kind of node, workers, nodes) -> progress a second.
+
+Only ratios matter. Throughput times statistical efficiency where that was measured, throughput elsewhere.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What one worker of a job needs on its node. `gpus` below one is a share of one GPU; above, whole ones.
+
+    `kinds` are the kinds of nodes it can run on; empty means any.
+    """
+
+    cores: float = 1.0
+    memory_bytes: int = 0
+    gpus: float = 0.0
+    disk_bytes: int = 0
+    kinds: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One machine. `holds` names data and models that are on its disk already."""
+
+    name: str
+    kind: str = "cpu"
+    cores: float = 1.0
+    memory_bytes: int = 0
+    gpus: int = 0
+    disk_bytes: int = 0
+    partition: str = "default"
+    holds: frozenset[str] = frozenset()
+    is_draining: bool = False
+
+
+Allocation = Mapping[str, int]
+"""Node name -> how many workers of the job are there. Empty: it is not running."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queued:
+    """A job that is not over, as policies see it.
+
+    `service_seconds` is what it got: workers (or GPUs) times seconds. `run_seconds` is how long it ran in all, and
+    `kind_seconds` that by kind of node. `remaining_seconds` is an estimate at `max_workers` on the usual node, with its
+    relative uncertainty; None: nobody knows. `num_stops` counts preemptions and restarts, `stopped_at` the last.
+    `is_elastic`: it can change its size while it runs. `changed_at`: when its allocation last changed.
+    `blocked_by` is a reason why it cannot start yet ("after JOB", "held", ...). `needs` are data and models it reads.
+    """
+
+    id: str
+    ask: Ask = Ask()
+    min_workers: int = 1
+    max_workers: int = 1
+    owner: str = ""
+    account: str = ""
+    job_class: str = "training"
+    priority: int = 0
+    weight: float = 1.0
+    partition: str = "default"
+    submitted_at: float = 0.0
+    time_limit_seconds: float | None = None
+    allocation: Allocation = field(default_factory=dict)
+    changed_at: float = 0.0
+    service_seconds: float = 0.0
+    run_seconds: float = 0.0
+    kind_seconds: Mapping[str, float] = field(default_factory=dict)
+    remaining_seconds: float | None = None
+    remaining_spread: float = 0.0
+    num_stops: int = 0
+    stopped_at: float | None = None
+    stop_seconds: float = 0.0
+    is_elastic: bool = False
+    is_preemptible: bool = True
+    is_spread: bool = False
+    blocked_by: str = ""
+    needs: frozenset[str] = frozenset()
+    rate: Rate | None = None
+
+    @property
+    def num_workers(self) -> int:
+        return sum(self.allocation.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """A part of the nodes with rules of its own. None: no limit.
+
+    `lends`: others may use what is idle, and give it back. `max_user_share` caps one person's part of it, 0 to 1.
+    """
+
+    name: str = "default"
+    lends: bool = True
+    max_workers_per_user: int | None = None
+    max_workers_per_job: int | None = None
+    max_user_share: float = 1.0
+    classes: frozenset[str] = frozenset(CLASSES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Everything at one moment. `shares` are weights of accounts ("lab", "lab/alice"), 1 where none is given;
+    `usage` what they used lately, in worker-seconds, decayed.
+
+    `links` is the measured rate between two nodes in bytes a second, where it was measured.
+    """
+
+    now: float
+    nodes: tuple[Node, ...]
+    jobs: tuple[Queued, ...]
+    partitions: Mapping[str, Partition] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
+    usage: Mapping[str, float] = field(default_factory=dict)
+    links: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    round_seconds: float = 60.0

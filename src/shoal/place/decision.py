@@ -1,0 +1,35 @@
+"""What a policy decides. Jobs that no decision names stay as they are."""
+
+from dataclasses import dataclass
+
+from shoal.place.cluster import Allocation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Run it there: a start, or for one that runs a change of its size or place."""
+
+    job: str
+    allocation: Allocation
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Take its nodes away: it saves, ends, and waits for its next turn."""
+
+    job: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """It stays in the queue, at `position` from 1. `why` is true and for people; `eta_seconds` None: nobody knows."""
+
+    job: str
+    why: str
+    position: int = 0
+    eta_seconds: float | None = None
+
+
+Decision = Place | Stop | Wait
