@@ -1,4 +1,4 @@
-"""What a policy sees: nodes, jobs, partitions and people, at one moment. Frozen; the service and the simulator make it."""
+"""What a policy sees: nodes, jobs, partitions and people, at one moment. Frozen; service and simulator make it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -51,8 +51,8 @@ class Queued:
     """A job that is not over, as policies see it.
 
     `service_seconds` is what it got: workers (or GPUs) times seconds. `run_seconds` is how long it ran in all, and
-    `kind_seconds` that by kind of node. `remaining_seconds` is an estimate at `max_workers` on the usual node, with its
-    relative uncertainty; None: nobody knows. `num_stops` counts preemptions and restarts, `stopped_at` the last.
+    `kind_seconds` that by kind of node. `remaining_seconds` is an estimate at `max_workers` on the usual node, with
+    its relative uncertainty; None: nobody knows. `num_stops` counts preemptions and restarts, `stopped_at` the last.
     `is_elastic`: it can change its size while it runs. `changed_at`: when its allocation last changed.
     `blocked_by` is a reason why it cannot start yet ("after JOB", "held", ...). `needs` are data and models it reads.
     """
