@@ -45,6 +45,9 @@ class Node:
 Allocation = Mapping[str, int]
 """Node name -> how many workers of the job are there. Empty: it is not running."""
 
+Devices = Mapping[str, tuple[int, ...]]
+"""Node name -> the numbers of the GPUs that its workers there have, worker by worker."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queued:
@@ -55,6 +58,7 @@ class Queued:
     its relative uncertainty; None: nobody knows. `num_stops` counts preemptions and restarts, `stopped_at` the last.
     `is_elastic`: it can change its size while it runs. `changed_at`: when its allocation last changed.
     `blocked_by` is a reason why it cannot start yet ("after JOB", "held", ...). `needs` are data and models it reads.
+    `devices` are the GPUs it has; where that is not known they are counted as if it had the best fitting ones.
     """
 
     id: str
@@ -70,6 +74,7 @@ class Queued:
     submitted_at: float = 0.0
     time_limit_seconds: float | None = None
     allocation: Allocation = field(default_factory=dict)
+    devices: Devices = field(default_factory=dict)
     changed_at: float = 0.0
     service_seconds: float = 0.0
     run_seconds: float = 0.0

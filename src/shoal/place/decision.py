@@ -1,17 +1,21 @@
 """What a policy decides. Jobs that no decision names stay as they are."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from shoal.place.cluster import Allocation
+from shoal.place.cluster import Allocation, Devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Run it there: a start, or for one that runs a change of its size or place."""
+    """Run it there: a start, or for one that runs a change of its size or place.
+
+    `devices` are the GPUs for its workers, where it asked for some.
+    """
 
     job: str
     allocation: Allocation
     why: str = ""
+    devices: Devices = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

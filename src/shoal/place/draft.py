@@ -1,0 +1,197 @@
+"""The cluster as it would be: policies place and stop in a draft, and what differs from now are the decisions."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shoal.place.cluster import Cluster, Partition, Queued
+from shoal.place.decision import Decision, Place, Stop
+from shoal.place.fit import Finder, Spots
+from shoal.place.space import MILLI, Need, Space, need_of
+
+Held = dict[int, tuple[int, tuple[int, ...]]]
+"""Number of a node -> workers there, and their GPUs one after the other."""
+
+
+@dataclass(slots=True)
+class Use:
+    """What a person has in a partition."""
+
+    workers: int = 0
+    cores: int = 0
+    gpus: int = 0
+
+
+@dataclass(slots=True)
+class Draft:
+    """Who would hold what. `free` is what nobody has; `reach` adds what may be taken away for the job at hand.
+
+    `exposed` says, job by job, what of it is in `reach` only. `why` are the reasons for changes, job by job.
+    """
+
+    cluster: Cluster
+    free: Finder
+    reach: Finder
+    jobs: Mapping[str, Queued]
+    needs: Mapping[str, Need]
+    partitions: Mapping[str, Partition]
+    held: dict[str, Held] = field(default_factory=dict)
+    exposed: dict[str, Held] = field(default_factory=dict)
+    by_node: dict[int, list[str]] = field(default_factory=dict)
+    uses: dict[tuple[str, str], Use] = field(default_factory=dict)
+    totals: dict[str, tuple[int, int]] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
+
+    def hold(self, job: Queued, spots: Spots) -> None:
+        """Give the job these workers as well. There must be room."""
+        need, space = self.needs[job.id], self.free.space
+        held = self.held.setdefault(job.id, {})
+        for at, workers in spots.items():
+            devices = space.pick_devices(at, need, workers)
+            self._seat(held, at, workers, devices)
+            space.take(at, need, workers, devices)
+            self.reach.space.take(at, need, workers, devices)
+        self._count(job, sum(spots.values()))
+
+    def adopt(self, job: Queued) -> None:
+        """Take over what a running job has, before anything is decided. Nodes that are gone are left out."""
+        need, space = self.needs[job.id], self.free.space
+        held: Held = {}
+        for name, workers in job.allocation.items():
+            at = space.index.get(name)
+            if at is None or workers <= 0:
+                continue
+            devices = tuple(job.devices.get(name, ()))
+            if len(devices) != workers * (need.whole or (1 if need.share else 0)):
+                devices = space.pick_devices(at, need, workers)
+            held[at] = (workers, devices)
+            space.take(at, need, workers, devices)
+            self.by_node.setdefault(at, []).append(job.id)
+        self.held[job.id] = held
+        self._count(job, sum(workers for workers, _ in held.values()))
+
+    def expose(self, job_id: str, part: Held) -> None:
+        """From here on, this part of a job may be taken away."""
+        shown = self.exposed.setdefault(job_id, {})
+        for at, (workers, devices) in part.items():
+            self.reach.space.give_back(at, self.needs[job_id], workers, devices)
+            self._seat(shown, at, workers, devices)
+
+    def protect(self, job_id: str, part: Held | None = None) -> None:
+        """From here on, this part of a job stays; without `part`, all of it."""
+        shown = self.exposed.get(job_id)
+        if not shown:
+            return
+        part = dict(shown) if part is None else part
+        for at, (workers, devices) in part.items():
+            if at in shown:
+                self.reach.space.take(at, self.needs[job_id], workers, devices)
+                self._unseat(shown, at, workers, devices)
+        if not shown:
+            del self.exposed[job_id]
+
+    def drop(self, job_id: str, part: Held | None = None) -> None:
+        """Take this part of a job away; without `part`, all of it."""
+        held, need = self.held[job_id], self.needs[job_id]
+        part = dict(held) if part is None else part
+        shown = self.exposed.get(job_id, {})
+        for at, (workers, devices) in part.items():
+            self.free.space.give_back(at, need, workers, devices)
+            if at in shown:
+                both = min(workers, shown[at][0])
+                width = len(devices) // workers
+                common = devices[len(devices) - both * width :]
+                self._unseat(shown, at, both, common)
+                rest, rest_devices = workers - both, devices[: len(devices) - both * width]
+            else:
+                rest, rest_devices = workers, devices
+            if rest:
+                self.reach.space.give_back(at, need, rest, rest_devices)
+            self._unseat(held, at, workers, devices)
+        if not shown:
+            self.exposed.pop(job_id, None)
+        if not held:
+            del self.held[job_id]
+        self._count(self.jobs[job_id], -sum(workers for workers, _ in part.values()))
+
+    def num_workers(self, job_id: str) -> int:
+        return sum(workers for workers, _ in self.held.get(job_id, {}).values())
+
+    def split(self, job_id: str, keep: int) -> tuple[Held, Held]:
+        """A job's workers in two parts: `keep` of them, on the nodes where most are, and the others."""
+        kept: Held = {}
+        rest: Held = {}
+        for at, (workers, devices) in sorted(self.held[job_id].items(), key=lambda spot: (-spot[1][0], spot[0])):
+            stay = min(keep, workers)
+            cut = stay * (len(devices) // workers)
+            keep -= stay
+            if stay:
+                kept[at] = (stay, devices[:cut])
+            if workers > stay:
+                rest[at] = (workers - stay, devices[cut:])
+        return kept, rest
+
+    def decisions(self) -> list[Decision]:
+        """What differs from now: stops first, so that their nodes are free for the others."""
+        nodes = self.free.space.nodes
+        stops: list[Decision] = []
+        places: list[Decision] = []
+        for job in self.jobs.values():
+            held = self.held.get(job.id)
+            if not held:
+                if job.allocation:
+                    stops.append(Stop(job=job.id, why=self.why.get(job.id, "its nodes are gone")))
+                continue
+            allocation = {nodes[at].name: workers for at, (workers, _) in held.items()}
+            devices = {nodes[at].name: devices for at, (_, devices) in held.items() if devices}
+            if allocation != job.allocation or (job.devices and devices != job.devices):
+                places.append(Place(job=job.id, allocation=allocation, devices=devices, why=self.why.get(job.id, "")))
+        return stops + places
+
+    def _seat(self, held: Held, at: int, workers: int, devices: tuple[int, ...]) -> None:
+        before = held.get(at, (0, ()))
+        held[at] = (before[0] + workers, before[1] + devices)
+
+    def _unseat(self, held: Held, at: int, workers: int, devices: tuple[int, ...]) -> None:
+        before, had = held[at]
+        if before == workers:
+            del held[at]
+            return
+        left = list(had)
+        for device in reversed(devices):
+            # From the end: the last workers are the ones that go.
+            place = len(left) - 1 - left[::-1].index(device)
+            del left[place]
+        held[at] = (before - workers, tuple(left))
+
+    def _count(self, job: Queued, workers: int) -> None:
+        need = self.needs[job.id]
+        use = self.uses.setdefault((job.partition, job.owner), Use())
+        use.workers += workers
+        use.cores += workers * need.cores
+        use.gpus += workers * need.gpu
+
+
+def draft_of(cluster: Cluster) -> Draft:
+    """The cluster as it is now, nothing exposed."""
+    asks = {job.ask: need_of(job.ask) for job in cluster.jobs}
+    space = Space(cluster.nodes)
+    names = {node.partition for node in cluster.nodes} | {job.partition for job in cluster.jobs}
+    partitions = {name: cluster.partitions.get(name, Partition(name=name)) for name in sorted(names)}
+    draft = Draft(
+        cluster=cluster,
+        free=Finder(space, cluster.links),
+        reach=Finder(space, cluster.links),
+        jobs={job.id: job for job in cluster.jobs},
+        needs={job.id: asks[job.ask] for job in cluster.jobs},
+        partitions=partitions,
+    )
+    for node in cluster.nodes:
+        cores, gpus = draft.totals.get(node.partition, (0, 0))
+        draft.totals[node.partition] = (cores + int(node.cores * MILLI), gpus + node.gpus * MILLI)
+    for job in cluster.jobs:
+        if job.allocation:
+            draft.adopt(job)
+    draft.reach = Finder(space.copy(), cluster.links)
+    space.changes.clear()
+    draft.reach.masks, draft.reach.holders = draft.free.masks, draft.free.holders
+    return draft

@@ -1,0 +1,280 @@
+"""Where workers go: best fit on cores, memory, GPUs and disk, near their data, over fast links, packed or spread."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.place.cluster import Cluster, Node, Partition, Queued
+from shoal.place.space import Bools, Ints, Need, Space, mask_of, need_of
+from shoal.spec.errors import UserError
+
+Floats = NDArray[np.float64]
+Links = Mapping[tuple[str, str], float]
+Spots = dict[int, int]
+"""Number of a node -> how many workers there."""
+
+DATA_WEIGHT = 4.0
+"""A node that holds all of a job's data goes before every fit: copying takes longer than a gap costs."""
+
+NEVER = np.inf
+MAX_SEEDS = 8
+MAX_LINKED = 64
+
+
+@dataclass(slots=True)
+class Row:
+    """What is known of every node for one need: workers that fit, and how well. `seen` changes are in it."""
+
+    counts: Ints
+    scores: Floats
+    seen: int
+
+
+@dataclass(slots=True)
+class Finder:
+    """Finds nodes in a `Space`. It remembers, need by need, how every node fits, and looks again where that changed.
+
+    So a decision over ten thousand nodes costs one scan for each different need, and little for each job after it.
+    """
+
+    space: Space
+    links: Links = field(default_factory=dict)
+    barred: set[int] = field(default_factory=set)
+    rows: dict[tuple[Need, frozenset[str]], Row] = field(default_factory=dict)
+    masks: dict[tuple[frozenset[str], frozenset[str]], Bools] = field(default_factory=dict)
+    holders: dict[str, Bools] = field(default_factory=dict)
+
+    def row(self, need: Need, zone: frozenset[str]) -> Row:
+        """How every node fits this need, as of now. `zone` are the partitions it may use."""
+        changes = self.space.changes
+        row = self.rows.get((need, zone))
+        mask = self.mask(need.kinds, zone)
+        if row is None or len(changes) - row.seen > len(mask) // 4:
+            counts = np.where(mask, self.space.counts(need, slice(None)), 0)
+            row = Row(counts, np.where(counts > 0, self.score(need, slice(None)), NEVER), len(changes))
+            self.rows[need, zone] = row
+        elif row.seen < len(changes):
+            at = np.array(changes[row.seen :], np.int64)
+            counts = np.where(mask[at], self.space.counts(need, at), 0)
+            row.counts[at] = counts
+            row.scores[at] = np.where(counts > 0, self.score(need, at), NEVER)
+            row.seen = len(changes)
+        return row
+
+    def mask(self, kinds: frozenset[str], zone: frozenset[str]) -> Bools:
+        found = self.masks.get((kinds, zone))
+        if found is None:
+            nodes = self.space.nodes
+            found = mask_of(nodes, kinds) & np.array([node.partition in zone for node in nodes], np.bool_)
+            self.masks[kinds, zone] = found
+        return found
+
+    def score(self, need: Need, at: Ints | slice) -> Floats:
+        """The lower the better: how much would be left, as parts of a full node. GPUs count most.
+
+        A worker without a GPU avoids nodes that have some free, so that no GPU is left without cores.
+        """
+        space = self.space
+        tops = space.tops
+        cores, memory, gpus = space.cores[at] / tops[0], space.memory[at] / tops[1], space.gpu_sum[at] / tops[2]
+        if not need.gpu:
+            return np.asarray(2 * gpus + cores + memory, np.float64)
+        if need.share:
+            free = space.gpu[at]
+            left = np.where(free >= need.share, free - need.share, 1 << 20).min(axis=1) / 1000
+            return np.asarray(left + gpus + 0.25 * (cores + memory), np.float64)
+        return np.asarray(2 * gpus + 0.25 * (cores + memory), np.float64)
+
+    def most(self, need: Need, zone: frozenset[str]) -> int:
+        """How many workers with this need have room now."""
+        row = self.row(need, zone)
+        total = int(row.counts.sum())
+        return total - sum(int(row.counts[at]) for at in self.barred)
+
+    def pick(
+        self, job: Queued, need: Need, workers: int, zone: frozenset[str], favour: Floats | None = None
+    ) -> Spots | None:
+        """Nodes for so many workers, all of them or None. `favour` is taken off the scores."""
+        row = self.row(need, zone)
+        counts, scores = row.counts, row.scores
+        if self.barred:
+            counts = counts.copy()
+            counts[list(self.barred)] = 0
+        if job.needs:
+            scores = scores - DATA_WEIGHT * self.held_part(job.needs)
+        if favour is not None:
+            scores = scores - favour
+        if job.is_spread:
+            return _spread(counts, scores, workers)
+        if workers == 1 and not self.barred:
+            at = int(scores.argmin()) if len(scores) else 0
+            return {at: 1} if len(scores) and scores[at] < NEVER else None
+        alone = np.where(counts >= workers, scores, NEVER)
+        at = int(alone.argmin()) if len(alone) else 0
+        if len(alone) and alone[at] < NEVER:
+            return {at: workers}
+        if int(counts.sum()) < workers:
+            return None
+        if self.links:
+            return self._pick_linked(counts, scores, workers)
+        return _pack(counts, scores, workers)
+
+    def held_part(self, needs: frozenset[str]) -> Floats:
+        """The part of what a job reads that is on each node already."""
+        total = np.zeros(len(self.space.nodes))
+        for name in needs:
+            held = self.holders.get(name)
+            if held is None:
+                held = np.array([name in node.holds for node in self.space.nodes], np.bool_)
+                self.holders[name] = held
+            total += held
+        return total / len(needs)
+
+    def _pick_linked(self, counts: Ints, scores: Floats, workers: int) -> Spots | None:
+        """Several nodes whose slowest link is as fast as can be found, then as few of them as possible."""
+        order = np.lexsort((scores, -np.minimum(counts, workers)))
+        order = order[counts[order] > 0]
+        near = [int(at) for at in order[:MAX_LINKED]]
+        best: tuple[float, int, Spots] | None = None
+        for seed in near[:MAX_SEEDS]:
+            spots, left, slowest = {seed: min(int(counts[seed]), workers)}, workers, NEVER
+            left -= spots[seed]
+            rates = {at: self._rate(seed, at) for at in near if at != seed}
+            while left and rates:
+                at = max(rates, key=lambda at: (rates[at], min(int(counts[at]), left), -scores[at]))
+                slowest = min(slowest, rates.pop(at))
+                spots[at] = min(int(counts[at]), left)
+                left -= spots[at]
+                rates = {other: min(rate, self._rate(at, other)) for other, rate in rates.items()}
+            found = (-slowest, len(spots), spots)
+            if not left and (best is None or found[:2] < best[:2]):
+                best = found
+        return best[2] if best else _pack(counts, scores, workers)
+
+    def _rate(self, one: int, other: int) -> float:
+        nodes = self.space.nodes
+        pair = nodes[one].name, nodes[other].name
+        return self.links.get(pair, self.links.get((pair[1], pair[0]), 0.0))
+
+
+def _pack(counts: Ints, scores: Floats, workers: int) -> Spots:
+    """As few nodes as possible; the last one is the best fit for what is left. There is room for all."""
+    spots: Spots = {}
+    left = workers
+    finite = np.where(counts > 0, scores, 0.0)
+    key = np.minimum(counts, workers) - (finite - finite.min()) / (np.ptp(finite) + 1.0)
+    while left:
+        last = np.where(counts >= left, scores, NEVER)
+        for at in spots:
+            last[at] = NEVER
+        at = int(last.argmin())
+        if last[at] == NEVER:
+            at = int(key.argmax())
+            key[at] = -1.0
+        spots[at] = min(int(counts[at]), left)
+        left -= spots[at]
+    return spots
+
+
+def _spread(counts: Ints, scores: Floats, workers: int) -> Spots | None:
+    """One worker a node while there are nodes, the emptiest first; then a second one each, and so on."""
+    if int(counts.sum()) < workers:
+        return None
+    able = np.flatnonzero(counts > 0)
+    order = able[np.argsort(-scores[able], kind="stable")]
+    spots: Spots = {}
+    left = workers
+    while left:
+        for at in order.tolist():
+            if left and spots.get(at, 0) < counts[at]:
+                spots[at] = spots.get(at, 0) + 1
+                left -= 1
+    return spots
+
+
+def zones_of(job: Queued, partitions: Mapping[str, Partition]) -> tuple[frozenset[str], frozenset[str]]:
+    """The partitions a job has a right to, and those it may use while their own jobs leave them idle.
+
+    A job that must not be stopped cannot give back, so it does not borrow.
+    """
+    home = frozenset({job.partition})
+    if not job.is_preemptible:
+        return home, home
+    return home, home | {name for name, rules in partitions.items() if rules.lends}
+
+
+def could_ever_fit(cluster: Cluster, job: Queued) -> UserError | None:
+    """None if the job would fit into its partition, were nothing else running; else an error that says what would.
+
+    Nodes that are draining count: they come back. What others lend does not: it may never be idle.
+    """
+    home = frozenset({job.partition})
+    nodes = [node for node in cluster.nodes if node.partition in home]
+    name = f"job {job.id}"
+    if not nodes:
+        return UserError(
+            f"Partition {job.partition!r} has no nodes, so {name} could never start.",
+            hint=f"partitions with nodes: {', '.join(sorted({node.partition for node in cluster.nodes})) or 'none'}",
+        )
+    rules = cluster.partitions.get(job.partition, Partition(name=job.partition))
+    if job.job_class not in rules.classes:
+        return UserError(
+            f"Partition {rules.name!r} takes no {job.job_class} jobs.",
+            hint=f"it takes {', '.join(sorted(rules.classes))}",
+        )
+    for cap, whose in ((rules.max_workers_per_job, "a job"), (rules.max_workers_per_user, "a person")):
+        if cap is not None and job.min_workers > cap:
+            return UserError(
+                f"{name} asks for {job.min_workers} workers; partition {rules.name!r} allows {whose} {cap}.",
+                hint=f"ask for at most {cap} workers",
+            )
+    need = need_of(job.ask)
+    able = [node for node in nodes if not need.kinds or node.kind in need.kinds]
+    if not able:
+        kinds = sorted({node.kind for node in nodes})
+        return UserError(
+            f"No node in partition {rules.name!r} is of kind {' or '.join(sorted(need.kinds))}.",
+            hint=f"its nodes are of kind {', '.join(kinds)}",
+        )
+    fits = int(Space(able).counts(need, slice(None)).sum())
+    if fits >= job.min_workers:
+        return None
+    if fits:
+        return UserError(
+            f"{name} asks for {job.min_workers} workers; partition {rules.name!r} has room for {fits} of that size.",
+            why="every worker needs " + describe(job),
+            hint=f"ask for at most {fits} workers, or for smaller ones",
+        )
+    return UserError(
+        f"No node in partition {rules.name!r} is large enough for one worker of {name}.",
+        why=f"it needs {describe(job)}",
+        hint=f"the largest node that comes near has {_largest(able, need)}",
+    )
+
+
+def describe(job: Queued) -> str:
+    """What one worker asks for, in words."""
+    ask = job.ask
+    parts = [f"{ask.cores:g} cores"] if ask.cores else []
+    parts += [f"{ask.memory_bytes / 2**30:.3g} GiB of memory"] if ask.memory_bytes else []
+    parts += [f"{ask.gpus:g} GPU{'s' if ask.gpus > 1 else ''}"] if ask.gpus else []
+    parts += [f"{ask.disk_bytes / 2**30:.3g} GiB of disk"] if ask.disk_bytes else []
+    return ", ".join(parts) or "nothing"
+
+
+def _largest(nodes: Sequence[Node], need: Need) -> str:
+    """The node that falls short of the fewest resources, in words."""
+
+    def short(node: Node) -> tuple[int, float]:
+        has = (node.cores * 1000, node.memory_bytes, node.disk_bytes, node.gpus * 1000)
+        wants = (need.cores, need.memory, need.disk, need.gpu)
+        parts = [have / want for have, want in zip(has, wants, strict=True) if want]
+        return sum(part < 1 for part in parts), -min(parts, default=1.0)
+
+    node = min(nodes, key=short)
+    parts = [f"{node.cores:g} cores", f"{node.memory_bytes / 2**30:.3g} GiB of memory"]
+    parts += [f"{node.gpus} GPUs"] if node.gpus or need.gpu else []
+    parts += [f"{node.disk_bytes / 2**30:.3g} GiB of disk"] if need.disk else []
+    return ", ".join(parts) + f" ({node.name})"
