@@ -16,7 +16,7 @@ export function showCheckpoints(root: HTMLElement, run: Run): View {
     } catch (error) {
       fill(root, failure(error));
     }
-  }, 1500);
+  }, 500);
 
   function draw(all: Checkpoint[]): void {
     if (!all.length) return fill(root, empty("No checkpoint was saved yet.", "A run saves in time, at its end and when it is told to stop."));

@@ -99,7 +99,7 @@ export function showCurves(root: HTMLElement, sources: Source[]): View & { start
     } catch (error) {
       if (!charts.size) fill(words, failure(error));
     }
-  }, 700);
+  }, 300);
 
   function draw(): void {
     const recorded = [...new Set(found.flatMap((one) => one?.series.filter((curve) => curve.mean.length).map((curve) => curve.name) ?? []))];

@@ -46,7 +46,7 @@ export function showRanks(root: HTMLElement, run: Run): View {
       map.hidden = true;
       fill(words, failure(error));
     }
-  }, 1000);
+  }, 500);
 
   function draw(): void {
     if (!heat) return;

@@ -73,7 +73,7 @@ export function showRun(root: HTMLElement, id: string, tab: string, onState: (is
       const isGone = error instanceof Failure && error.status === 404;
       fill(head, isGone ? empty("There is no such run.", "Its folder may have been removed.", h("a", { href: "/" }, "All runs")) : failure(error));
     }
-  }, 900);
+  }, 500);
 
   refresh();
   live = new Live([id], false, {

@@ -65,7 +65,7 @@ function showNodes(root: HTMLElement, path: string, nothing: () => HTMLElement):
     } catch (error) {
       if (!sections.size) fill(words, failure(error));
     }
-  }, 900);
+  }, 500);
 
   function draw(node: NodeFacts): void {
     let section = sections.get(node.node);

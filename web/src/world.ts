@@ -18,7 +18,7 @@ export function showWorld(root: HTMLElement, run: Run): View {
     } catch (error) {
       fill(root, failure(error));
     }
-  }, 900);
+  }, 500);
 
   function draw(): void {
     if (!world) return;

@@ -1,6 +1,7 @@
 """The server of the page: addresses and what is behind them. Reading is done in threads, one run's at a time."""
 
 import asyncio
+import importlib
 import sys
 import time
 import traceback
@@ -101,6 +102,8 @@ class Dash:
             )
             return answer_error(request, error, 401)
         self.on_login()
+        # Whoever comes in is going to look at curves, and numpy takes a fifth of a second to import.
+        self._begin(lambda: importlib.import_module("numpy"))
         done = answer(request, {"ok": True})
         done.set_cookie(self.cookie_name, cookie, httponly=True, samesite="strict", path="/")
         return done
@@ -129,7 +132,20 @@ class Dash:
     async def show_page(self, request: Request) -> Response:
         if request.method not in ("GET", "HEAD"):
             return await _nothing_here(request)
+        self._read_ahead(request)
         return _file(request, self.page["index.html"], "no-store")
+
+    def _read_ahead(self, request: Request) -> None:
+        """Begin to read the run that an address names, for whoever may see it: soon its page asks for it."""
+        _, kind, run_id, *_ = [*request.url.path.split("/"), "", ""]
+        listed = self.index.find(run_id) if kind == "run" else None
+        if listed and self.sessions.is_known(self.cookie_of(request.headers.get("cookie", ""))):
+            self._watch_open()
+            self._begin(self.opened.get(listed.row.run.path).names)
+
+    def _begin(self, work: Callable[[], object]) -> None:
+        """Have something done in a thread. Whoever needs it does it again, and is told what went wrong."""
+        asyncio.get_running_loop().run_in_executor(None, work).add_done_callback(lambda done: done.exception())
 
     # --- runs
 

@@ -8,9 +8,9 @@ from shoal.dash.index import RunIndex
 from shoal.dash.opened import Signature, sign
 from shoal.observe.runs import read_run
 
-LOOK_SECONDS = 0.25
+LOOK_SECONDS = 0.15
 LIST_LOOKS = 4
-PING_LOOKS = 60
+PING_LOOKS = 100
 MAX_STREAMS = 64
 
 

@@ -9,18 +9,18 @@ from typing import Generic, Self, TypeVar
 
 from shoal.observe.lines import Appender
 
-FLUSH_SECONDS = 0.5
+FLUSH_SECONDS = 0.25
 MAX_UNSAVED = 100_000
 
 Item = TypeVar("Item")
 
 
 class DelayedAppender(Generic[Item]):
-    """Takes items; a thread of its own writes them at most every half second, a line each.
+    """Takes items; a thread of its own writes them at most four times a second, a line each.
 
     `write` is an append to a list: it never blocks and never fails. Where the disk does, that is reported once, the
     newest 100,000 lines are kept, and they are written when the disk works again. What was taken is on its way to
-    the disk within half a second; `close`, which also runs at the end of the process, writes the rest.
+    the disk within a quarter of a second; `close`, which also runs at the end of the process, writes the rest.
     """
 
     def __init__(self, file: Appender, encode: Callable[[Item], bytes], *, name: str) -> None:

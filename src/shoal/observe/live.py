@@ -36,7 +36,7 @@ WAITED_SECONDS, UNKNOWN_SECONDS = 1.0, 3.0
 """How long one who is stopped, or who does not answer, is waited for before that is said."""
 FRESH_SECONDS = 1.5
 LINK_SAMPLES, MAX_SAMPLES = 2, 24
-SURE_SECONDS, LINK_REPEAT_SECONDS = 1.2, 10.0
+SURE_SECONDS, LINK_REPEAT_SECONDS = 0.8, 10.0
 SLOWED, FAR_SLOWER = 0.15, 0.08
 """A link is slow if it moves less than this part of what it did before, or of what the fastest does. On a busy
 machine links that are alike differ by three times and more."""

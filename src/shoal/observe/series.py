@@ -211,12 +211,16 @@ def _decode(lines: bytes) -> Sequence[Any]:
 
 
 def _rows_of(steps: Sequence[StepMetrics]) -> list[Any]:
-    """The fields of steps, a list each."""
-    rows: list[Any] = [list(map(attrgetter(name), steps)) for name in _FIELDS[:-2]]
-    has_norm = [value is not None for value in rows[-1]]
+    """The fields of steps, an array each."""
+    import numpy as np
+
+    size = len(steps)
+    rows: list[Any] = [np.fromiter(map(attrgetter(name), steps), float, size) for name in _FIELDS[:-3]]
+    norms = [step.grad_norm for step in steps]
+    has_norm = [value is not None for value in norms]
     is_merged = bool(steps) and isinstance(steps[-1], MergedSteps)
-    counts = [step.num_steps for step in steps] if is_merged else [1] * len(steps)
-    return [*rows[:-1], [value or 0.0 for value in rows[-1]], has_norm, counts]
+    counts = [step.num_steps for step in steps] if is_merged else [1] * size
+    return [*rows, [value or 0.0 for value in norms], has_norm, counts]
 
 
 def _bounds_of(rows: Sequence[StepMetrics]) -> list[list[float]]:
