@@ -36,7 +36,7 @@ def run_quickly(name: str) -> dict[str, Any]:
         pytest.param("eyes", "ms a step", marks=pytest.mark.slow),
         pytest.param("launch", "first step s", marks=pytest.mark.slow),
         pytest.param("page", "seconds", marks=[pytest.mark.slow, rigs.needs("chromium", "playwright", "the page")]),
-        ("pipeline", "ms a step"),
+        pytest.param("pipeline", "ms a step", marks=pytest.mark.slow),
         pytest.param("spark_data", "first batch s", marks=pytest.mark.slow),
         pytest.param("save_stall", "stall, ms", marks=pytest.mark.slow),
         ("task_map", "sleep s"),

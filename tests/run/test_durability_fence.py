@@ -26,7 +26,7 @@ def await_word(writer: Writer, word: str) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("keep", ["1", "3"])
+@pytest.mark.parametrize("keep", ["1", pytest.param("3", marks=pytest.mark.slow)])
 def test_a_writer_that_wakes_up_is_refused(tmp_path: Path, keep: str):
     """Generation after generation: each writer is stopped at a random moment and the next takes over."""
     chance = random.Random(int(keep))
@@ -66,7 +66,7 @@ def sweep(folder: Path, stride: int, saves: int) -> int:
 
 
 @needs("strace")
-@pytest.mark.parametrize("saves", [0, 1])
+@pytest.mark.parametrize("saves", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_stopped_after_some_system_calls_of_a_save(tmp_path: Path, saves: int):
     assert sweep(tmp_path / "checkpoints", 9, saves) > 10
 

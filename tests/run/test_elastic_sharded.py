@@ -60,6 +60,7 @@ def check_ends(ends: list[Ending], expected: Ending) -> None:
     assert ends[0]["norms"] == pytest.approx(expected["norms"], rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_killed_where_sums_pass_from_worker_to_worker():
     """In a backward that others wait for, in an update, and in the very first one."""
     faults = (
