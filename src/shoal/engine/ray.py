@@ -221,8 +221,8 @@ class RayGround:
         for slot in self._slots:
             self._start(slot)
 
-    def look(self) -> None:
-        now = time.monotonic()
+    def look(self) -> Sequence[UserError]:
+        now, kept_away = time.monotonic(), []
         calls = {slot.call: slot for slot in self._slots if slot.call is not None}
         ended, _ = self._ray.wait(list(calls), num_returns=len(calls), timeout=0) if calls else ([], [])
         for call in ended:
@@ -231,12 +231,16 @@ class RayGround:
             slot.call = None
             if why is not None and slot.number < self._least:
                 raise why
+            if why is not None:
+                kept_away.append(why)
+                self._later(slot)
         for slot in self._slots:
             if slot.call is None and slot.due and now >= slot.due:
                 self._start(slot)
         if self._grow_until is not None and now > self._look_due:
             self._look_due = now + GROWTH_SECONDS
             self._see_to_growth(now > self._grow_until)
+        return kept_away
 
     def _see_to_growth(self, is_late: bool) -> None:
         """Withdraw what was asked for when all have their places, or in the end: what is in use is not taken away.
@@ -258,6 +262,9 @@ class RayGround:
                 self._ray.util.remove_placement_group(slot.group)
                 self._groups.remove(slot.group)
                 slot.group = self._new_group(1)
+        self._later(slot)
+
+    def _later(self, slot: _Slot) -> None:
         slot.due = time.monotonic() + slot.pause
         slot.pause = min(LONGEST_PAUSE, 2 * slot.pause)
 

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any
@@ -231,17 +231,18 @@ class SparkGround:
             self._slots = [_Slot(number=number) for number in range(num_slots)]
             self._begin()
 
-    def look(self) -> None:
-        now = time.monotonic()
+    def look(self) -> Sequence[UserError]:
+        now, kept_away = time.monotonic(), []
         with _spark_may_be_gone():
             self._check_session()
             if not self._has_begun:
                 self._begin()
             for slot in self._slots:
                 if slot.job is not None and slot.job.isDone():
-                    self._end(slot)
+                    kept_away += self._end(slot)
                 elif slot.job is None and slot.due and now >= slot.due:
                     self._submit(slot)
+        return kept_away
 
     def waiting_for(self) -> str:
         with _spark_may_be_gone():
@@ -314,12 +315,13 @@ class SparkGround:
             context.setLocalProperty(_DESCRIPTION, described)
         slot.since, slot.due = time.monotonic(), 0.0
 
-    def _end(self, slot: _Slot) -> None:
-        """A job ended, with its agent. Raises UserError where those that are needed will end like this again."""
+    def _end(self, slot: _Slot) -> list[UserError]:
+        """A job ended, with its agent; returns why. Raises it where those needed will end like this again."""
         why = _why_ended(slot.job)
         self._later(slot)
         if why is not None and slot.number < self._least:
             raise why
+        return [] if why is None else [why]
 
     def _later(self, slot: _Slot) -> None:
         now = time.monotonic()
