@@ -4,7 +4,7 @@ import math
 
 from shoal.place.cluster import Cluster, Queued
 from shoal.place.decision import Decision
-from shoal.place.kinds import fill_kinds, speeds_of
+from shoal.place.kinds import fill_kinds, outlook, speeds_of
 from shoal.place.rules import Rules
 from shoal.place.waiting import seconds_left
 
@@ -31,14 +31,14 @@ def finish_fair(cluster: Cluster, rules: Rules = FINISH_RULES) -> list[Decision]
     Uses `remaining_seconds` (or time limits). Of unknown length: said to need as long again as it ran.
     """
     left = {job.id: _left(job) for job in cluster.jobs}
-    horizon = LAST_PART * _time_to_empty(cluster, left)
+    end, lengths = outlook(cluster, left)
 
     def key(job: Queued) -> tuple[bool, float, float, str]:
         need = left[job.id]
         alone = max(_done(cluster, job) + need, 1.0)
         behind = (cluster.now - job.submitted_at + need) / alone**LENGTH_POWER
         bonus = RUNNING_BONUS if job.allocation else 1.0
-        return need < horizon, -behind * bonus * max(job.weight, 1e-9), job.submitted_at, job.id
+        return lengths[job.id] < LAST_PART * end, -behind * bonus * max(job.weight, 1e-9), job.submitted_at, job.id
 
     return fill_kinds(cluster, sorted(cluster.jobs, key=key), rules=rules)
 
@@ -55,22 +55,3 @@ def _done(cluster: Cluster, job: Queued) -> float:
     speeds = speeds_of(cluster, job)
     return sum(seconds * speeds.get(kind, 1.0) for kind, seconds in job.kind_seconds.items())
 
-
-def _time_to_empty(cluster: Cluster, left: dict[str, float]) -> float:
-    """Seconds until all could be done: the longest, or what all need by what there is, whichever is more."""
-    work: dict[bool, float] = {True: 0.0, False: 0.0}
-    room: dict[bool, float] = {True: 0.0, False: 0.0}
-    mean: dict[tuple[bool, str], list[float]] = {}
-    for job in cluster.jobs:
-        has_gpus = job.ask.gpus > 0
-        size = max(job.num_workers, job.min_workers) * (job.ask.gpus or job.ask.cores)
-        work[has_gpus] += left[job.id] * size
-        for kind, speed in speeds_of(cluster, job).items():
-            mean.setdefault((has_gpus, kind), []).append(speed)
-    for node in cluster.nodes:
-        if not node.is_draining:
-            for has_gpus, amount in ((True, float(node.gpus)), (False, node.cores)):
-                speeds = mean.get((has_gpus, node.kind), [])
-                room[has_gpus] += amount * (sum(speeds) / len(speeds) if speeds else 1.0)
-    shared = max(work[pool] / room[pool] if room[pool] > 0 else 0.0 for pool in (True, False))
-    return max(shared, *left.values(), 0.0)

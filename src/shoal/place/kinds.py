@@ -4,7 +4,7 @@ A policy says in which order jobs go. Who is in front runs; where, is decided by
 the jobs that run get the most done together. A job that is twice as fast on a V100 leaves it to one that is ten times.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -72,7 +72,7 @@ def kind_now(cluster: Cluster, job: Queued) -> str:
 def can_move(cluster: Cluster, job: Queued, rules: Rules) -> bool:
     """Whether a running job may be taken to other nodes now."""
     pause = max(rules.quantum_seconds, rules.stop_costs * job.stop_seconds)
-    return is_due(job, rules) and cluster.now - job.changed_at >= pause
+    return job.is_preemptible and cluster.now - job.changed_at >= pause
 
 
 def _view(cluster: Cluster, job: Queued, kind: str, moves: bool) -> Queued:
@@ -117,19 +117,52 @@ def choose_kinds(
     cluster: Cluster, order: Sequence[Queued], *, rules: Rules = USUAL, stops_peers: bool = True
 ) -> dict[str, str]:
     """Job -> kind for those who can run, in `order`, class and priority before it. Others are left out."""
-    pools: dict[tuple[str, bool], list[Queued]] = {}
-    for job in sorted(order, key=lambda job: (_down(job), stops_peers and not _is_starving(cluster, job, rules))):
-        if not job.blocked_by:
-            pools.setdefault((job.partition, job.ask.gpus > 0), []).append(job)
+    ranked = sorted(order, key=lambda job: (_down(job), stops_peers and not _is_starving(cluster, job, rules)))
     chosen: dict[str, str] = {}
-    for (partition, has_gpus), jobs in pools.items():
+    for jobs, room in _pools(cluster, ranked):
+        chosen.update(_Pool(cluster, jobs, room).share_out(rules, stops_peers))
+    return chosen
+
+
+def outlook(cluster: Cluster, left: Mapping[str, float]) -> tuple[float, dict[str, float]]:
+    """Seconds until all could be done, were everyone on the kind where it costs least; and how long each takes there.
+
+    `left` is how long each job would still take on the kind that suits it best.
+    """
+    end, lengths = 0.0, dict(left)
+    for jobs, room in _pools(cluster, cluster.jobs):
+        kinds = list(room)
+        speeds = np.array([[speeds_of(cluster, job).get(kind, 0.0) for kind in kinds] for job in jobs])
+        sizes, work = np.array([_size(job) for job in jobs]), np.array([left[job.id] for job in jobs])
+        amounts = np.array([room[kind] for kind in kinds])
+        able = speeds.max(axis=1, initial=0.0) > 0
+        if not able.any():
+            continue
+        prices = balance(speeds[able], sizes[able], work[able], amounts)
+        with np.errstate(divide="ignore"):
+            choice = (prices - np.log(speeds[able])).argmin(axis=1)
+        taken = work[able] / speeds[able][np.arange(len(choice)), choice]
+        end = max(end, float((np.bincount(choice, taken * sizes[able], len(kinds)) / amounts).max()), work[able].max())
+        lengths.update(zip((job.id for job, can in zip(jobs, able, strict=True) if can), taken.tolist(), strict=True))
+    return end, lengths
+
+
+def _pools(cluster: Cluster, jobs: Iterable[Queued]) -> list[tuple[list[Queued], dict[str, float]]]:
+    """Jobs of one partition that want the same resource, with how much of it each kind has."""
+    found: dict[tuple[str, bool], list[Queued]] = {}
+    for job in jobs:
+        if not job.blocked_by:
+            found.setdefault((job.partition, job.ask.gpus > 0), []).append(job)
+    pools = []
+    for (partition, has_gpus), members in found.items():
         room: dict[str, float] = {}
         for node in cluster.nodes:
-            if node.partition == partition and not node.is_draining:
-                room[node.kind] = room.get(node.kind, 0.0) + (node.gpus if has_gpus else node.cores)
-        pool = _Pool(cluster, jobs, {kind: amount for kind, amount in sorted(room.items()) if amount > 0})
-        chosen.update(pool.share_out(rules, stops_peers))
-    return chosen
+            amount = float(node.gpus if has_gpus else node.cores)
+            if amount > 0 and node.partition == partition and not node.is_draining:
+                room[node.kind] = room.get(node.kind, 0.0) + amount
+        if room:
+            pools.append((members, dict(sorted(room.items()))))
+    return pools
 
 
 @dataclass(slots=True)
@@ -142,8 +175,6 @@ class _Pool:
 
     def share_out(self, rules: Rules, stops_peers: bool) -> dict[str, str]:
         kinds = list(self.room)
-        if not kinds:
-            return {}
         room = np.array([self.room[kind] for kind in kinds])
         placed: dict[str, str] = {}
         free: list[Queued] = []
@@ -154,13 +185,14 @@ class _Pool:
                 placed[job.id] = kind
             else:
                 free.append(job)
-        if not stops_peers:
-            free.sort(key=lambda job: not job.allocation)
+        # Who may not be stopped runs whatever the order is; where, is open.
+        free.sort(key=lambda job: not (job.allocation and not (stops_peers and is_due(job, rules))))
         speeds = np.array([self._row(job, kinds) for job in free]).reshape(len(free), len(kinds))
         sizes = np.array([_size(job) for job in free])
         left = [seconds_left(job) for job in free]
         known = [length for length in left if length is not None]
-        work = np.array([sum(known) / len(known) if length is None else max(length, 1.0) for length in left] if known else [1.0] * len(free))
+        usual = sum(known) / len(known) if known else 1.0
+        work = np.array([usual if length is None else max(length, 1.0) for length in left])
         picks = pick_kinds(speeds, sizes, work, room)
         placed.update({job.id: kinds[at] for job, at in zip(free, picks, strict=True) if at >= 0})
         return placed
@@ -223,8 +255,7 @@ def share_out(picks: NDArray[np.int64], order: NDArray[np.int64], speeds: Floats
 def balance(speeds: Floats, sizes: Floats, work: Floats, room: Floats) -> Floats:
     """Logarithms of prices for the kinds such that, when each job goes where it costs least, all kinds are busy for
     equally long."""
-    with np.errstate(divide="ignore"):
-        amounts = np.where(speeds > 0, (sizes * work)[:, None] / np.maximum(speeds, 1e-12), np.inf)
+    amounts = np.where(speeds > 0, (sizes * np.maximum(work, 1.0))[:, None] / np.maximum(speeds, 1e-12), np.inf)
     rows, logs = np.arange(len(sizes)), np.log(amounts)
     prices = np.log(speeds.mean(axis=0) + 1e-9)
     best, longest, step = prices, np.inf, 0.5
