@@ -54,4 +54,3 @@ def _done(cluster: Cluster, job: Queued) -> float:
         return job.run_seconds
     speeds = speeds_of(cluster, job)
     return sum(seconds * speeds.get(kind, 1.0) for kind, seconds in job.kind_seconds.items())
-

@@ -142,7 +142,9 @@ def outlook(cluster: Cluster, left: Mapping[str, float]) -> tuple[float, dict[st
         with np.errstate(divide="ignore"):
             choice = (prices - np.log(speeds[able])).argmin(axis=1)
         taken = work[able] / speeds[able][np.arange(len(choice)), choice]
-        end = max(end, float((np.bincount(choice, taken * sizes[able], len(kinds)) / amounts).max()), work[able].max())
+        end = max(
+            end, float((np.bincount(choice, taken * sizes[able], len(kinds)) / amounts).max()), work[able].max()
+        )
         lengths.update(zip((job.id for job, can in zip(jobs, able, strict=True) if can), taken.tolist(), strict=True))
     return end, lengths
 
@@ -222,7 +224,9 @@ def pick_kinds(speeds: Floats, sizes: Floats, work: Floats, room: Floats) -> lis
     return [int(pick) for pick in picks]
 
 
-def share_out(picks: NDArray[np.int64], order: NDArray[np.int64], speeds: Floats, sizes: Floats, room: Floats) -> None:
+def share_out(
+    picks: NDArray[np.int64], order: NDArray[np.int64], speeds: Floats, sizes: Floats, room: Floats
+) -> None:
     """Those in front who have room together, each on the kind where they lose least in sum: who has most to lose by
     the second best, for its size, chooses first."""
     total = float(room.sum())

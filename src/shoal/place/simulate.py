@@ -40,6 +40,7 @@ class Work(Protocol):
 class Setting:
     """Where and how: `round_seconds` from one decision to the next; a policy is asked at least every `quiet_rounds`,
     and in each round before which a job came or ended. `until`: seconds at which to stop; None: after the last job.
+    The first decision is a round after `since`: one round before 0 for a first decision at 0.
     """
 
     nodes: tuple[Node, ...]
@@ -48,6 +49,7 @@ class Setting:
     partitions: Mapping[str, Partition] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
     until: float | None = None
+    since: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +170,7 @@ class Simulation:
         self.decision_seconds: list[float] = []
         self.uses_gpus = any(seen.ask.gpus for seen, _ in coming)
         self.capacity = sum(node.gpus if self.uses_gpus else node.cores for node in setting.nodes)
-        self.now = 0.0
+        self.now = setting.since
         self.decided_at = 0.0
 
     def run(self, on_round: Callable[[float, int, int], None] | None = None) -> Result:
