@@ -1,7 +1,8 @@
 """Which kind of node each job goes to, where kinds differ: those who gain most from the fast ones get them.
 
-A policy says in which order jobs go. Who is in front runs; where, is decided by what each would lose elsewhere, so that
-the jobs that run get the most done together. A job that is twice as fast on a V100 leaves it to one that is ten times.
+A policy says in which order jobs go. Who is in front runs; where, is decided by what each would lose elsewhere, so
+that the jobs that run get the most done together: one that is twice as fast on a V100 leaves it to one that is ten
+times as fast there.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,6 +40,8 @@ def fill_kinds(
     if len({node.kind for node in cluster.nodes}) < 2 or all(job.rate is None for job in order):
         return fill(cluster, order, rules=rules, stops_peers=stops_peers)
     kinds = choose_kinds(cluster, order, rules=rules, stops_peers=stops_peers)
+    # Who has a kind goes before who has none: else those who are left out would hold what others were given.
+    order = sorted(order, key=lambda job: job.id not in kinds)
     here = {job.id: kind_now(cluster, job) for job in order if job.allocation}
     stay: set[str] = set()
     for attempt in range(MAX_TRIES + 1):
@@ -207,7 +210,7 @@ class _Pool:
 
 
 def pick_kinds(speeds: Floats, sizes: Floats, work: Floats, room: Floats) -> list[int]:
-    """The number of a kind for each job, -1 for those without room. Jobs are rows of `speeds`, the first goes first."""
+    """The number of a kind for each job, -1 without room. Jobs are the rows of `speeds`; the first goes first."""
     able = speeds.max(axis=1, initial=0.0) > 0
     room = np.maximum(room, 0.0)
     picks = np.full(len(sizes), -1)

@@ -1,4 +1,4 @@
-"""In which order jobs go: each policy is a function from what is to what is to be done; `fill_kinds` does the rest."""
+"""In which order jobs go: a policy is a function from what is to what is to be done; `fill_kinds` does the rest."""
 
 import heapq
 from collections.abc import Callable, Sequence
@@ -40,14 +40,15 @@ def shortest_remaining_first(cluster: Cluster, rules: Rules = USUAL) -> list[Dec
 def least_attained_first(
     cluster: Cluster, rules: Rules = USUAL, thresholds: Sequence[float] = LAS_THRESHOLDS
 ) -> list[Decision]:
-    """Those who got least go first, in queues split at `thresholds` worker-seconds; in each as they came.
+    """Those who got least go first, in queues split at `thresholds` worker-seconds; in each the narrow, as they came.
 
-    Needs to know nothing about jobs: what runs long sinks, so short jobs pass.
+    Needs to know nothing about jobs: what runs long sinks, so short jobs pass. Of two that got alike, the one that
+    asks for less has less to do, for all that is known.
     """
 
-    def key(job: Queued) -> tuple[int, float, str]:
+    def key(job: Queued) -> tuple[int, float, float, str]:
         queue = sum(job.service_seconds >= threshold for threshold in thresholds)
-        return queue, job.submitted_at, job.id
+        return queue, job.min_workers * max(job.ask.gpus, 1.0), job.submitted_at, job.id
 
     return fill_kinds(cluster, sorted(cluster.jobs, key=key), rules=rules)
 

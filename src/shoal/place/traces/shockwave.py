@@ -1,4 +1,4 @@
-"""Traces of Shockwave (NSDI '23): jobs of a known number of epochs that change their batch size, and so their speed."""
+"""Traces of Shockwave (NSDI '23): jobs of known epochs that change their batch size, and with it their speed."""
 
 import math
 import re
