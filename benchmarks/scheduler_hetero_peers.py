@@ -121,7 +121,9 @@ class Gavel:
         sizes = np.array([float(job.min_workers) for job in cluster.jobs])
         left = np.array([(job.remaining_seconds or 0.0) for job in cluster.jobs]) * speeds.max(axis=1)
         shares = self.shares(speeds, sizes, np.array([float(room[kind]) for kind in kinds]), left)
-        self.planned = {job.id: dict(zip(kinds, row, strict=True)) for job, row in zip(cluster.jobs, shares, strict=True)}
+        self.planned = {
+            job.id: dict(zip(kinds, row, strict=True)) for job, row in zip(cluster.jobs, shares, strict=True)
+        }
         self.reset_at, self.must_solve = cluster.now, False
 
     def _rank(self, cluster: Cluster, kinds: list[str], room: dict[str, int]) -> dict[str, str]:

@@ -112,9 +112,14 @@ def _key(path: Path, key: str) -> tuple[str, int]:
     return match[1], int(match[2])
 
 
-def read_gavel(path: Path, table: Throughputs, *, is_length_known: bool = True) -> list[StepsWork]:
-    """Jobs of a trace. Those whose type cannot run on any kind of the table are an error."""
-    return [_job(row, table, is_length_known) for row in read_tabbed(path, (7, 10))]
+def read_gavel(
+    path: Path, table: Throughputs, *, is_length_known: bool = True, skips_unmeasured: bool = False
+) -> list[StepsWork]:
+    """Jobs of a trace. One that the table has no throughput for is an error, or left out with `skips_unmeasured`."""
+    rows = read_tabbed(path, (7, 10))
+    if skips_unmeasured:
+        rows = [row for row in rows if any(table.speeds(row.text("type"), row.whole("workers", least=1)).values())]
+    return [_job(row, table, is_length_known) for row in rows]
 
 
 def read_tabbed(path: Path, forms: Sequence[int]) -> list[Row]:
