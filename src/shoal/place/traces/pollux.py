@@ -176,9 +176,9 @@ class PolluxWork:
             micro, again = math.ceil(float(best.micro_batch) - 1e-8), int(best.accumulation)
             return max(micro, app.smallest_micro), again, app.initial_batch / max(float(best.goodput), 1e-12)
         # One worker cannot tell the noise of a larger batch from one micro batch: it takes at least two.
-        again = np.arange(1, max(math.ceil(app.largest_batch / app.largest_micro), 2))
-        micro = np.minimum(np.geomspace(max(app.smallest_micro, app.initial_batch / 2), app.largest_micro, 8), 1e9)
-        micros, agains = (grid.ravel() for grid in np.meshgrid(np.ceil(micro), again))
+        repeats = np.arange(1, max(math.ceil(app.largest_batch / app.largest_micro), 2))
+        sizes = np.ceil(np.geomspace(max(app.smallest_micro, app.initial_batch / 2), app.largest_micro, 8))
+        micros, agains = (grid.ravel() for grid in np.meshgrid(sizes, repeats))
         micros = np.append(micros, min(app.initial_batch, app.largest_micro))
         agains = np.append(agains, math.ceil(app.initial_batch / app.largest_micro) - 1)
         batches = micros * (agains + 1)
