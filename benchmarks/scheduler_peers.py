@@ -48,7 +48,7 @@ def decisions_of(cluster: Cluster, allocations: Mapping[str, Mapping[str, int]])
 
 @dataclass
 class Tiresias:
-    """Two queues: a job whose GPU time passes 16 hours goes to the end of the second. First come first served in each."""
+    """Two queues, first come first served: a job whose GPU time passes 16 hours goes to the end of the second."""
 
     fresh: list[str] = field(default_factory=list)
     demoted: list[str] = field(default_factory=list)

@@ -1,7 +1,7 @@
-"""The goodput policy: who is closest to its end goes first, and elastic jobs have the sizes at which most comes of it.
+"""The goodput policy: who is closest to its end goes first, and elastic jobs have the sizes that pay.
 
-Classes, priorities, caps, gangs and stops are those of all policies (`rules.Walk`). What is its own: elastic jobs whose
-rate is known are made larger, smaller or moved as `sizing` says, before and while the others are served.
+Classes, priorities, caps, gangs and stops are those of all policies (`rules.Walk`). What is its own: elastic jobs
+are made larger, smaller or moved as `sizing` says, before the others are served.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,9 +17,7 @@ from shoal.place.waiting import seconds_left
 GOODPUT_RULES = Rules()
 
 
-def most_goodput(
-    cluster: Cluster, rules: Rules = GOODPUT_RULES, tuning: Tuning = USUAL_TUNING
-) -> list[Decision]:
+def most_goodput(cluster: Cluster, rules: Rules = GOODPUT_RULES, tuning: Tuning = USUAL_TUNING) -> list[Decision]:
     """Elastic jobs get the workers that they make most of, those who are soon done first; the others as in `las`.
 
     A job is soon done if little is left of it; where nobody knows that, if it got little so far.
@@ -48,10 +46,8 @@ def _groups(walk: Walk) -> Iterator[list[Queued]]:
     draft = walk.draft
     groups: dict[object, list[Queued]] = {}
     for job in walk.order:
-        if not job.is_elastic or not job.is_preemptible or job.blocked_by or job.min_workers >= job.max_workers:
-            # A job that was not tried with more than one worker still belongs to those who are.
-            if not (job.is_elastic and job.is_preemptible and not job.blocked_by):
-                continue
+        if not job.is_elastic or not job.is_preemptible or job.blocked_by:
+            continue
         if job.job_class not in draft.partitions[job.partition].classes:
             continue
         nodes = draft.free.space.nodes
@@ -87,7 +83,7 @@ def _shape(walk: Walk, jobs: Sequence[Queued], tuning: Tuning) -> set[str]:
     return {member.job.id for member in members}
 
 
-def _usual_node(walk: Walk, job: Queued, mask: np.ndarray) -> tuple[int, str]:  # type: ignore[type-arg]
+def _usual_node(walk: Walk, job: Queued, mask: np.ndarray) -> tuple[int, str]:
     """How many workers of the job an empty node of the largest sort takes, and its kind."""
     draft = walk.draft
     space = type(draft.free.space)(draft.free.space.nodes)
@@ -132,7 +128,10 @@ def _budgets(walk: Walk, members: Sequence[Member]) -> dict[str, int]:
         if rules.max_workers_per_user is not None:
             limits.append(rules.max_workers_per_user - ((use.workers if use else 0) - has))
         if rules.max_user_share < 1.0:
-            for total, used, each in ((cores, use.cores if use else 0, need.cores), (gpus, use.gpus if use else 0, need.gpu)):
+            for total, used, each in (
+                (cores, use.cores if use else 0, need.cores),
+                (gpus, use.gpus if use else 0, need.gpu),
+            ):
                 if each:
                     limits.append(int((rules.max_user_share * total - (used - has * each)) // each))
         budgets[owner] = max(min(limits), 0)

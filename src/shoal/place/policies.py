@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from shoal.place.cluster import Cluster, Queued
 from shoal.place.decision import Decision
+from shoal.place.goodput import most_goodput
 from shoal.place.rules import USUAL, Rules, fill, tier_of
 from shoal.place.waiting import seconds_left
 
@@ -65,6 +66,7 @@ POLICIES: dict[str, Policy] = {
     "srtf": shortest_remaining_first,
     "las": least_attained_first,
     "fair": weighted_fair,
+    "goodput": most_goodput,
 }
 
 

@@ -1,8 +1,8 @@
 """How large elastic jobs should be: whoever gains most from the next workers gets them, by its measured rate.
 
 Each job's value at each size is how fast it would come closer to its end, with what a change of its size costs taken
-off, times what an end of it is worth. Of each job only the concave hull of (workers, value) counts, so the steepest next
-piece of all hulls is the best use of the next workers, and a heap finds it: a decision costs n log n.
+off, times what an end of it is worth. Of each job only the concave hull of (workers, value) counts, so the steepest
+next piece of all hulls is the best use of the next workers, and a heap finds it: a decision costs n log n.
 """
 
 import heapq

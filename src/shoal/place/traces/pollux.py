@@ -1,7 +1,7 @@
 """Pollux's workloads (OSDI'21): jobs of measured applications, in the authors' setting, as the simulator's `Work`.
 
-60 s rounds, 16 nodes with 4 T4 each, and 30 s for every start and change. What a policy sees of a job is what a real one
-would have measured of it by then: the model that was fitted to its own steps, its gradient's noise, what it got.
+60 s rounds, 16 nodes with 4 T4 each, and 30 s for every start and change. What a policy sees of a job is what a real
+one would have measured of it by then: the model that was fitted to its own steps, its gradient's noise, what it got.
 """
 
 import math
@@ -78,6 +78,7 @@ class PolluxWork:
     observations: dict[tuple[int, int, int], Observation] = field(default_factory=dict)
     throughput: Throughput | None = None
     _rate: Rate | None = None
+    _chosen: dict[tuple[int, int], tuple[int, int, float]] = field(default_factory=dict)
     _base: Queued | None = None
 
     def __post_init__(self) -> None:
@@ -169,6 +170,12 @@ class PolluxWork:
 
     def _choose(self, nodes: int, workers: int) -> tuple[int, int, float]:
         """Micro batch, accumulation and seconds for the progress of one initial batch, by the fit."""
+        found = self._chosen.get((nodes, workers))
+        if found is None:
+            found = self._chosen[nodes, workers] = self._search(nodes, workers)
+        return found
+
+    def _search(self, nodes: int, workers: int) -> tuple[int, int, float]:
         assert self.throughput is not None
         app, batching = self.application, self._batching()
         if workers > 1:
@@ -218,7 +225,7 @@ class PolluxWork:
 
     def _learn(self, step: float, sync: float, noise: float) -> None:
         if noise != self.noise:
-            self.noise, self._rate = noise, None
+            self.noise, self._rate, self._chosen = noise, None, {}
         key = len(self.placement), sum(self.placement), self.micro_batch
         if key in self.observations:
             return
@@ -238,7 +245,7 @@ class PolluxWork:
     def _refit(self) -> None:
         known = self.past.beliefs.get(self.application.name) if self.past is not None else None
         self.throughput = fit(list(self.observations.values()), known, kinds=(KIND,))
-        self._rate = None
+        self._rate, self._chosen = None, {}
 
     def _teach(self) -> None:
         if self.past is None:

@@ -28,7 +28,7 @@ MAX_NODES = 16
 
 @dataclass(frozen=True, slots=True)
 class Epochs:
-    """One training run: after each epoch, the progress made and the iterations taken; in each, the gradient's noise."""
+    """One training run: after each epoch, progress and iterations so far; in each, the gradient's noise."""
 
     progress: Floats
     iteration: Floats
