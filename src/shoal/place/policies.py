@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from shoal.place.cluster import Cluster, Queued
 from shoal.place.decision import Decision
 from shoal.place.finish import finish_fair
+from shoal.place.goodput import most_goodput
 from shoal.place.kinds import fill_kinds
 from shoal.place.rules import USUAL, Rules, tier_of
 from shoal.place.waiting import seconds_left
@@ -69,6 +70,7 @@ POLICIES: dict[str, Policy] = {
     "las": least_attained_first,
     "fair": weighted_fair,
     "finish": finish_fair,
+    "goodput": most_goodput,
 }
 
 
