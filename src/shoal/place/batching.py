@@ -100,16 +100,16 @@ class LearnedRate:
         table = self._tables.get(kind)
         if table is None or workers > table.shape[1]:
             table = self._tables[kind] = self._table(kind, max(self.most_workers, 2 * workers))
-        return float(table[0 if nodes <= 1 else 1, workers - 1])
+        return float(table[min(max(nodes, 1), 3) - 1, workers - 1])
 
     def with_noise(self, noise: float) -> "LearnedRate":
         return replace(self, batching=replace(self.batching, noise=noise), _tables={})
 
     def _table(self, kind: str, most: int) -> Floats:
         workers = np.arange(1, most + 1)
-        # The model knows one node and more than one: two rows hold them all.
+        # The model knows one node, two and more: three rows hold them all.
         table = best_batch(
-            self.throughput, self.batching, [[1], [2]], workers[None], kind=kind, optimism=self.optimism
+            self.throughput, self.batching, [[1], [2], [3]], workers[None], kind=kind, optimism=self.optimism
         ).goodput
         if self.is_careful:
             table = np.where(workers <= 2 * self.throughput.largest_workers, table, 0.0)
