@@ -48,6 +48,8 @@ def _groups(walk: Walk) -> Iterator[list[Queued]]:
     for job in walk.order:
         if not job.is_elastic or not job.is_preemptible or job.blocked_by:
             continue
+        if job.allocation and job.rate is None:
+            continue
         if job.job_class not in draft.partitions[job.partition].classes:
             continue
         nodes = draft.free.space.nodes
@@ -159,6 +161,10 @@ def _apply(walk: Walk, members: Sequence[Member], sizes: dict[str, int], zone: f
         if spots is None:
             continue
         draft.hold(job, spots)
+        for at in spots:
+            names = draft.by_node.setdefault(at, [])
+            if job.id not in names:
+                names.append(job.id)
         if member.has:
             draft.why[job.id] = f"{member.has} to {size} workers: most comes of it"
         else:

@@ -22,11 +22,11 @@ class Tuning:
     the job ends if that is sooner. `bend` below 1 makes further workers of one job worth less, for fairness.
     """
 
-    urgency: float = 1.0
-    known_urgency: float = 1.0
+    urgency: float = 0.25
+    known_urgency: float = 0.5
     lindy: float = 1.0
     fresh_seconds: float = 600.0
-    horizon_seconds: float = 600.0
+    horizon_seconds: float = 300.0
     bend: float = 1.0
 
 
@@ -47,16 +47,16 @@ class Member:
 
 
 def sizes_between(smallest: int, largest: int, per_node: int) -> list[int]:
-    """The sizes that are thought of: halves of a node, whole nodes, and from four nodes on every second of them."""
-    sizes, size = set(), 1
+    """The sizes that are thought of: halves of a node, then 1, 2, 3, 4, 6, 8, 12, 16, ... whole nodes."""
+    sizes, size = {smallest}, 1
     while size < per_node:
         sizes.add(size)
         size *= 2
-    count = 1
-    while count * per_node <= largest:
-        sizes.add(count * per_node)
-        count += 1 if count < 4 else count // 2
-    return sorted({smallest, *(size for size in sizes if smallest <= size <= largest)})
+    size = per_node
+    while size <= largest:
+        sizes |= {size, size + size // 2 // per_node * per_node}
+        size *= 2
+    return sorted(size for size in sizes if smallest <= size <= largest)
 
 
 def member_of(job: Queued, largest: int, per_node: int, kind: str, tuning: Tuning) -> Member:

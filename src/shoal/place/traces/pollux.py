@@ -67,7 +67,7 @@ class PolluxWork:
     workers: int | None = None
     knows_length: bool = False
     past: Past | None = None
-    first_workers: int = 1
+    first_workers: int = 4
     placement: tuple[int, ...] = ()
     micro_batch: int = 0
     accumulation: int = 0
@@ -91,7 +91,7 @@ class PolluxWork:
 
     @property
     def most_workers(self) -> int:
-        """At most twice of what was tried, so that the fit is not trusted far from what it has seen."""
+        """At first a node's worth; then at most twice what was tried: a fit is not trusted far from what it saw."""
         app = self.application
         tried = max((o.workers for o in self.observations.values()), default=0)
         return min(max(2 * tried, self.first_workers), MAX_WORKERS, app.largest_batch // app.smallest_micro)
@@ -265,7 +265,7 @@ def read_pollux(
     is_rigid: bool = False,
     knows_length: bool = False,
     past: Past | None = None,
-    first_workers: int = 1,
+    first_workers: int = 4,
 ) -> list[PolluxWork]:
     """The jobs of one workload file. `is_rigid`: with the workers and batch sizes that it names for each."""
     applications: dict[str, Application] = {}
