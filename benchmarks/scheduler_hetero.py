@@ -1,8 +1,9 @@
 """Mixed clusters and fairness: our policies on the traces of Gavel (OSDI '20) and Shockwave (NSDI '23).
 
 Beside them the results their authors published, and their policies in this simulator, which says how faithful it is.
-Traces of the same families with other seeds, on which nothing was published, say whether the result is luck. Everything
-is counted in virtual time, so the numbers are the same on every machine; only what decisions cost is measured.
+Traces of the same families with other seeds, on which nothing was published, say whether the result is luck.
+Everything is counted in virtual time, so the numbers are the same on every machine; only what decisions cost is
+measured.
 """
 
 import math

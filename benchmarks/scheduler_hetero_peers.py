@@ -1,7 +1,7 @@
-"""Gavel's policies, written anew from its paper and the behaviour of its simulator, to check ours against its results.
+"""Gavel's policies, written anew from its paper and the behaviour of its simulator: their results say how ours stand.
 
-Each computes what part of the time every job shall have on every kind (a linear program), and in every round runs those
-who had least of it. New jobs wait for the next program, at most one in 1,920 s. Needs scipy.
+Each computes what part of the time every job shall have on every kind (a linear program), and in every round runs
+those who had least of it. New jobs wait for the next program, at most one in 1,920 s. Needs scipy.
 """
 
 import random
@@ -160,7 +160,7 @@ class BlindFifo:
         self.lots = random.Random(self.seed)
 
     def __call__(self, cluster: Cluster) -> list[Decision]:
-        free = {kind: 0 for kind in sorted({node.kind for node in cluster.nodes})}
+        free = dict.fromkeys(sorted({node.kind for node in cluster.nodes}), 0)
         for node in cluster.nodes:
             free[node.kind] += node.gpus
         self.kinds = {job.id: self.kinds[job.id] for job in cluster.jobs if job.id in self.kinds}
