@@ -4,12 +4,14 @@ Classes, priorities, caps, gangs and stops are those of all policies (`rules.Wal
 are made larger, smaller or moved as `sizing` says, before the others are served.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from shoal.place.cluster import Cluster, Queued
 from shoal.place.decision import Decision
+from shoal.place.kinds import fill_kinds
 from shoal.place.rules import Rules, Walk, tier_of
 from shoal.place.sizing import USUAL_TUNING, Member, Tuning, choose_sizes, member_of
 from shoal.place.waiting import seconds_left
@@ -22,7 +24,11 @@ def most_goodput(cluster: Cluster, rules: Rules = GOODPUT_RULES, tuning: Tuning 
 
     A job is soon done if little is left of it; where nobody knows that, if it got little so far.
     """
+    kinds = {node.kind for node in cluster.nodes}
+    cluster = replace(cluster, jobs=tuple(_where_able(job, kinds) for job in cluster.jobs))
     order = sorted(cluster.jobs, key=lambda job: (_expected_left(job, tuning), job.submitted_at, job.id))
+    if not any(job.is_elastic for job in order):
+        return fill_kinds(cluster, order, rules=rules)
     walk = Walk(cluster, order, rules, stops_peers=True)
     shaped: set[str] = set()
     for members in _groups(walk):
@@ -32,6 +38,14 @@ def most_goodput(cluster: Cluster, rules: Rules = GOODPUT_RULES, tuning: Tuning 
     walk.retry()
     walk.grow(but=shaped)
     return walk.draft.decisions() + walk.waits()
+
+
+def _where_able(job: Queued, kinds: Collection[str]) -> Queued:
+    """The job with the kinds of nodes on which it gets anything done, where that is not all of them."""
+    if job.rate is None or len(kinds) < 2:
+        return job
+    able = frozenset(kind for kind in job.ask.kinds or kinds if job.rate(kind, 1, 1) > 0.0)
+    return replace(job, ask=replace(job.ask, kinds=able)) if 0 < len(able) < len(kinds) else job
 
 
 def _expected_left(job: Queued, tuning: Tuning) -> float:
