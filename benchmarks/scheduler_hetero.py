@@ -268,6 +268,6 @@ def main(rounds: int, is_quick: bool) -> dict[str, Any]:
         "gavel": on_gavel(traces),
         "peers here": on_peers(),
         "shockwave": on_shockwave(),
-        "other seeds": on_others(4),
+        "other seeds": on_others(3),
         "msr": on_msr(),
     }

@@ -43,7 +43,8 @@ def test_both_forms_of_gavel_are_read_and_speed_follows_the_kind(tmp_path, table
     assert one.seen().remaining_seconds == 10.0, "on the kind that suits it best"
     nodes = {"slow": Node(name="slow", kind="k80", gpus=1)}
     one.place({"slow": 1}, nodes)
-    assert one.work(20.0) is None and one.left == 60.0
+    assert one.work(20.0) is None
+    assert one.left == 60.0
     assert one.work(40.0) == 30.0
     assert read_gavel(write(tmp_path, gavel_row()), table, is_length_known=False)[0].seen().remaining_seconds is None
 
@@ -74,7 +75,8 @@ def test_a_batch_that_doubles_keeps_the_epochs_and_changes_the_speed(tmp_path, t
     assert job.alone_seconds == pytest.approx(59_675 * (11 / 40 / 10 + 9 / 80 / 8))
     job.place({"n": 1}, {})
     ends = [job.work(120.0) for _ in range(10)]
-    assert ends == [None] * 10 and job.batch == 40
+    assert ends == [None] * 10
+    assert job.batch == 40
     while job.batch == 40:
         assert job.work(120.0) is None
     assert (job.speed, job.steps) == (8.0, 746 * 20)
