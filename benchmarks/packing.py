@@ -1,6 +1,6 @@
 """How many GPUs placement gets to use: pods of a production cluster arrive until 130 % of its GPUs are asked for.
 
-The experiment of the openb traces (fragmentation gradient descent, ATC'23): pods of a list in random order, then drawn
+The experiment of the openb traces (fragmentation gradient descent, ATC'23): pods in random order, then drawn
 from it, each placed when it comes or turned away; nothing ends. What counts is the part of the GPUs that is given out
 while 99.5 to 100.5 % of them have been asked for. Random, best fit and FGD are done here as their authors describe
 them, to see that the experiment is theirs; ours learns what is usual from the pods that came so far.

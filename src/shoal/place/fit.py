@@ -1,4 +1,4 @@
-"""Where workers go: where least is lost for what is usually asked for; near their data, over fast links, or spread."""
+"""Where workers go: where least is lost for what is usually asked for; near data, over fast links, or spread."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -86,7 +86,7 @@ class Finder:
         return scores
 
     def score(self, need: Need, at: Ints) -> Floats:
-        """The lower the better, from -1 to 1: the GPUs that one worker more would make useless for what usually comes.
+        """The lower the better, from -1 to 1: GPUs that one worker more would make useless for what usually comes.
 
         Those that others ask for by their kind are spared, and among equals the best fit goes first.
         """
