@@ -13,7 +13,8 @@ from typing import Any
 
 from shoal.engine.agent import serve
 from shoal.engine.clusters import find_cluster
-from shoal.engine.env import has_ray_token, leave_ray, set_all, set_defaults
+from shoal.engine.env import has_ray_tls, has_ray_token, leave_ray, set_all, set_defaults
+from shoal.engine.greeting import GRPC, Greeting, greet
 from shoal.engine.machine import route_to
 from shoal.engine.wire import Invitation
 from shoal.spec.errors import UserError
@@ -133,7 +134,7 @@ def import_ray() -> Any:
 
 def _connect(ray: Any, address: str | None, more: Mapping[str, str]) -> None:
     if address is not None and address not in ("local", "auto"):
-        probe(address)
+        probe(address, greeting=GRPC)
     try:
         ray.init(address or "auto", log_to_driver=False, logging_level="ERROR", namespace="shoal", **more)
     except ConnectionError as error:
@@ -142,15 +143,18 @@ def _connect(ray: Any, address: str | None, more: Mapping[str, str]) -> None:
         raise _refused(address, str(error)) from error
 
 
-def probe(address: str, usual_port: int = 10001) -> None:
-    """Raise UserError unless somebody listens there: Ray itself would try for minutes."""
+def probe(address: str, usual_port: int = 10001, *, greeting: Greeting | None = None) -> None:
+    """Raise UserError unless somebody listens there, and answers a greeting: Ray itself would try for minutes."""
     place = urllib.parse.urlsplit(address if "//" in address else f"//{address}")
     try:
         host, port = place.hostname or "", place.port or usual_port
     except ValueError:
         raise UserError(f"--address {address!r} is not HOST:PORT.", hint="for example: `10.0.0.1:6379`") from None
     try:
-        socket.create_connection((host, port), timeout=PROBE_SECONDS).close()
+        if greeting is None:
+            socket.create_connection((host, port), timeout=PROBE_SECONDS).close()
+        elif wrong := greet(host, port, greeting, may_be_tls=has_ray_tls()):
+            raise no_cluster(address, f"{host}, port {port}: {wrong}")
     except OSError as error:
         raise no_cluster(address, f"{host}, port {port}: {error.strerror or error}") from error
 

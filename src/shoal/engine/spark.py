@@ -23,11 +23,11 @@ from functools import partial
 from typing import IO, Any
 
 from shoal.engine.agent import serve
+from shoal.engine.greeting import SPARK, greet
 from shoal.engine.machine import available_cores
 from shoal.engine.wire import Invitation
 from shoal.spec.errors import UserError
 
-PROBE_SECONDS = 5.0
 UNKNOWN_SECONDS, KNOWN_SECONDS = 10.0, 180.0
 """How long to wait for the next executor: where nobody says that one will come, and where Spark asked for them."""
 END_SECONDS = 2.0
@@ -80,7 +80,7 @@ def import_spark() -> Any:
 
 
 def probe(master: str) -> None:
-    """Raise UserError unless somebody listens at `spark://HOST:PORT,...`: Spark itself would try for a minute."""
+    """Raise UserError unless a master answers at `spark://HOST:PORT,...`: Spark itself would try for a minute."""
     if not master.startswith("spark://"):
         return
     problems = []
@@ -91,8 +91,10 @@ def probe(master: str) -> None:
                 f"--master {master!r} is not spark://HOST:PORT.", hint="for example: `spark://10.0.0.1:7077`"
             )
         try:
-            socket.create_connection((host, int(port)), timeout=PROBE_SECONDS).close()
-            return
+            wrong = greet(host, int(port), SPARK, may_be_tls=True)
+            if not wrong:
+                return
+            problems.append(f"{place}: {wrong}")
         except (OSError, OverflowError) as error:
             problems.append(f"{place}: {getattr(error, 'strerror', None) or error}")
     raise UserError(
