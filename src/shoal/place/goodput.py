@@ -13,7 +13,7 @@ from shoal.place.cluster import Cluster, Queued
 from shoal.place.decision import Decision
 from shoal.place.kinds import fill_kinds
 from shoal.place.rules import Rules, Walk, tier_of
-from shoal.place.sizing import USUAL_TUNING, Member, Tuning, choose_sizes, member_of
+from shoal.place.sizing import USUAL_TUNING, Member, Tuning, choose_sizes, member_of, urgency_of
 from shoal.place.waiting import seconds_left
 
 GOODPUT_RULES = Rules()
@@ -87,11 +87,11 @@ def _shape(walk: Walk, jobs: Sequence[Queued], tuning: Tuning) -> set[str]:
     room = int(row.counts.sum()) + sum(draft.num_workers(job.id) for job in jobs)
     room -= _reserved(walk, jobs, int(row.counts.sum()))
     cap = draft.partitions[first.partition].max_workers_per_job
-    members = []
+    members, urgency = [], urgency_of(jobs, tuning)
     for job in jobs:
         largest = max(min(job.max_workers, cap or job.max_workers), job.min_workers)
         if cap is None or job.min_workers <= cap:
-            members.append(member_of(job, largest, per_node, kind, tuning))
+            members.append(member_of(job, largest, per_node, kind, urgency, tuning))
     # Those who run have their smallest size for sure; then come the others, as the order has them.
     members.sort(key=lambda member: not member.has)
     sizes = choose_sizes(members, max(room, 0), _budgets(walk, members), tuning)

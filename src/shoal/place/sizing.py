@@ -23,11 +23,11 @@ class Tuning:
     """
 
     urgency: float = 0.25
-    known_urgency: float = 0.5
+    known_urgency: float = 0.7
     lindy: float = 1.0
     fresh_seconds: float = 600.0
     horizon_seconds: float = 300.0
-    bend: float = 1.0
+    bend: float = 0.5
 
 
 USUAL_TUNING = Tuning()
@@ -59,7 +59,13 @@ def sizes_between(smallest: int, largest: int, per_node: int) -> list[int]:
     return sorted(size for size in sizes if smallest <= size <= largest)
 
 
-def member_of(job: Queued, largest: int, per_node: int, kind: str, tuning: Tuning) -> Member:
+def urgency_of(jobs: Sequence[Queued], tuning: Tuning) -> float:
+    """One for all who are compared: two exponents side by side would let the unknown pass all others."""
+    num_known = sum(job.remaining_seconds is not None for job in jobs)
+    return tuning.known_urgency if 2 * num_known > len(jobs) else tuning.urgency
+
+
+def member_of(job: Queued, largest: int, per_node: int, kind: str, urgency: float, tuning: Tuning) -> Member:
     has = job.num_workers
     sizes = sizes_between(job.min_workers, largest, per_node)
     if has and has not in sizes and has <= largest:
@@ -69,9 +75,9 @@ def member_of(job: Queued, largest: int, per_node: int, kind: str, tuning: Tunin
     speeds = {size: rate(kind, size, -(-size // per_node)) / one for size in sizes}
     if job.remaining_seconds is not None:
         most = rate(kind, job.max_workers, -(-job.max_workers // per_node)) / one
-        left, urgency = max(job.remaining_seconds * most, 1.0), tuning.known_urgency
+        left = max(job.remaining_seconds * most, 1.0)
     else:
-        left, urgency = tuning.lindy * job.service_seconds + tuning.fresh_seconds, tuning.urgency
+        left = tuning.lindy * job.service_seconds + tuning.fresh_seconds
     return Member(job, job.min_workers, largest, has, left, job.weight * left**-urgency, speeds)
 
 

@@ -36,7 +36,7 @@ def test_the_one_that_is_soon_done_gets_more():
 
 
 def test_what_does_not_pay_for_its_pause_is_left_as_it_is():
-    running = elastic("a", 0.5, allocation={"n0": 4, "n1": 4, "n2": 4}, remaining_seconds=20.0, run_seconds=900.0)
+    running = elastic("a", 0.9, allocation={"n0": 4, "n1": 4, "n2": 4}, remaining_seconds=20.0, run_seconds=900.0)
     assert placed(running) == {}
     assert placed(replace(running, remaining_seconds=1e6)) == {"a": 16}
 
