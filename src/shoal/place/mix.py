@@ -21,8 +21,8 @@ class Mix:
     """Needs with GPUs, by how often they come. Made of the jobs that are there now, waiting and running.
 
     `parts` sum to one. `steps` are the sizes of device that needs can use, `step_of` which of them each has. `usual`
-    is how many cores (thousandths) and bytes of memory go with a thousandth of a GPU on average. `scarce` says of each
-    kind of node how much of it is asked for by name, beside what is asked for in general.
+    is how many cores (thousandths) and bytes of memory go with a thousandth of a GPU on average. `scarce` says
+    of each kind of node how much of it is asked for by name, beside what is asked for in general.
     """
 
     parts: Floats
