@@ -454,7 +454,7 @@ def hosts(box: Box) -> Box:
     return box
 
 
-RUN = ("run", "--engine", "mpi", "--hosts", "localhost:2", "-n", "2")
+RUN = ("run", "--engine", "mpi", "--hosts", "localhost:2")
 WRITING = """
     import os, time
     open(f"up{os.environ['RANK']}", "w").write(str(os.getpid()))

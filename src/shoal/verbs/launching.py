@@ -19,7 +19,7 @@ _RUN_OPTIONS: Sequence[tuple[tuple[str, ...], dict[str, Any]]] = (
         {
             "metavar": "N|MIN:MAX|auto",
             "default": None,
-            "help": "how many workers (default: 1); with MIN:MAX they may come and go",
+            "help": "how many workers (default: 1, or all slots of --hosts); with MIN:MAX they may come and go",
         },
     ),
     (("-m", "--module"), {"action": "store_true", "help": "SCRIPT is a module, as with `python -m`"}),
@@ -77,6 +77,14 @@ def run(argv: list[str]) -> int:
 
         sys.stdout.write(json.dumps(summary_of(outcome)) + "\n")
     return outcome.exit_code
+
+
+def _count_slots(hosts: str | None) -> int:
+    if hosts is None:
+        return 1
+    from shoal.engine.hosts import parse_hosts
+
+    return sum(host.num_slots for host in parse_hosts(hosts))
 
 
 def _run_parser() -> Parser:
@@ -191,7 +199,7 @@ def _read_job(options: argparse.Namespace, rest: list[str], recorded: Mapping[st
     if not script and not module:
         raise UserError("No script was named.", hint="for example: `shoal run -n 2 train.py`")
     if options.num_workers is None:
-        least, most = recorded.get("min_workers"), recorded.get("num_workers", 1)
+        least, most = recorded.get("min_workers"), recorded.get("num_workers") or _count_slots(options.hosts)
     else:
         least, most = parse_range(options.num_workers)
     if least is not None and options.framework != "torch":
