@@ -386,7 +386,26 @@ def test_a_command_that_hangs_is_tried_again(monkeypatch: pytest.MonkeyPatch) ->
         ground.close()
 
 
-@rigs.needs("mpirun")
+def test_who_is_not_heard_of_is_named_in_time_unless_the_run_has_begun() -> None:
+    commands = {"a": f"echo {CONNECTED}; exec sleep 600", "b": "exec sleep 600"}
+    hosts = [Host(name="a"), Host(name="b")]
+    ground = HostsGround(hosts, "127.0.0.1", lambda host, _: ["/bin/sh", "-c", commands[host]], 0.5)
+    ground.open(Invitation.new("127.0.0.1", 9), 2, 2)
+    try:
+        with pytest.raises(UserError, match=r"No agent came from b within 0\.5 s") as caught:
+            look_for_long(ground)
+        assert "a firewall keeps it from 127.0.0.1, port 9 (the launcher)" in caught.value.why
+    finally:
+        ground.close()
+    ground = HostsGround(hosts, "127.0.0.1", lambda host, _: ["/bin/sh", "-c", commands[host]], 0.5)
+    ground.open(Invitation.new("127.0.0.1", 9), 2, 1)
+    try:
+        time.sleep(0.6)
+        assert [told.message for told in ground.look()] == ["No agent came from b within 0.5 s."]
+    finally:
+        ground.close()
+
+
 def test_pages_that_begin_with_a_line_have_a_reason_too() -> None:
     line = "-" * 60
     assert first_words(f"{line}\nIt was unable\nto connect.\n{line}\nor so\n{line}") == "It was unable\nto connect."
@@ -394,6 +413,7 @@ def test_pages_that_begin_with_a_line_have_a_reason_too() -> None:
     assert first_words("") == ""
 
 
+@rigs.needs("mpirun")
 def test_of_pages_from_mpirun_the_reason_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.engine.hosts.AGENT", ("-m", "shoal.engine.nothing"))
     ground = make_ground("localhost:1", {})
