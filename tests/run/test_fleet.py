@@ -434,6 +434,37 @@ def look_for_long(ground: HostsGround) -> None:
         time.sleep(0.02)
 
 
+ORPHAN = """
+import time
+from shoal.engine.env import WorkerFacts
+from shoal.train.ending import Ending
+ending = Ending(WorkerFacts(control_fd=1, has_agent={has_agent}))
+ending.is_stepping = True
+print("stepping", flush=True)
+while not ending.is_asked:
+    time.sleep(0.01)
+print("asks all others to end", flush=True)
+"""
+
+
+@pytest.mark.parametrize("has_agent", [True, False])
+def test_who_has_lost_its_agent_does_not_end_the_run_for_all_others(has_agent: bool) -> None:
+    """The kernel tells it to end. With the launcher gone the run is over; with an agent gone, only one machine."""
+    command = [sys.executable, "-c", ORPHAN.format(has_agent=has_agent)]
+    started = ["/bin/sh", "-c", '"$@" & echo $! >&2; read -r _', "sh", *command]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(started, text=True, **pipes) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        assert parent.stderr is not None
+        worker = int(parent.stderr.readline())
+        assert parent.stdout.readline() == "stepping\n"
+        parent.stdin.close()
+        assert parent.wait(20) != -signal.SIGKILL
+        os.kill(worker, signal.SIGTERM)
+        assert parent.stdout.read() == ("" if has_agent else "asks all others to end\n")
+
+
 # Mistakes.
 
 
