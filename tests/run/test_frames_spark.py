@@ -279,7 +279,8 @@ def test_spark_reads_and_writes_through_hadoop(spark: Any, rows: Any, hadoop: An
     assert sorted(row["id"] for row in spark.read.parquet(f"{place}/parts").collect()) == [0, 1, 2]
     text = spark.read.csv(f"{place}/text", "id long, x double, y float, label int", header=True)
     assert text.collect() == rows.collect()
-    frames_training.check_sameness(frames.from_spark(read.orderBy("id").coalesce(1), dir=tmp_path / "shards"), tmp_path)
+    shards = frames.from_spark(read.orderBy("id").coalesce(1), dir=tmp_path / "shards")
+    frames_training.check_sameness(shards, tmp_path)
     if asked:
         data = {"CREATE", "DATA CREATE", "OPEN", "DATA OPEN"}
         assert asked >= data | {"GETFILESTATUS", "LISTSTATUS", "MKDIRS", "RENAME", "DELETE"}
