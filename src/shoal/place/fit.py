@@ -51,6 +51,8 @@ class Finder:
     masks: dict[tuple[frozenset[str], frozenset[str]], Bools] = field(default_factory=dict)
     holders: dict[str, Bools] = field(default_factory=dict)
     losses: tuple[Floats, int] | None = None
+    refused: dict[tuple[Need, frozenset[str]], tuple[int, int]] = field(default_factory=dict)
+    """The fewest workers that found no room, and how much had been given back by then."""
 
     def row(self, need: Need, zone: frozenset[str]) -> Row:
         """How every node fits this need, as of now. `zone` are the partitions it may use."""
@@ -132,10 +134,26 @@ class Finder:
         total = int(row.counts.sum())
         return total - sum(int(row.counts[at]) for at in self.barred)
 
+    def is_refused(self, need: Need, workers: int, zone: frozenset[str]) -> bool:
+        """Whether it is known that so many have no room. False: look."""
+        fewest, num_returns = self.refused.get((need, zone), (0, -1))
+        return num_returns == self.space.num_returns and workers >= fewest
+
     def pick(
         self, job: Queued, need: Need, workers: int, zone: frozenset[str], favour: Floats | None = None
     ) -> Spots | None:
         """Nodes for so many workers, all of them or None. `favour` is taken off the scores."""
+        if self.is_refused(need, workers, zone):
+            return None
+        spots = self._pick(job, need, workers, zone, favour)
+        # Nodes that are barred now may be free again with nothing given back.
+        if spots is None and not self.barred:
+            self.refused[need, zone] = workers, self.space.num_returns
+        return spots
+
+    def _pick(
+        self, job: Queued, need: Need, workers: int, zone: frozenset[str], favour: Floats | None
+    ) -> Spots | None:
         row = self.row(need, zone)
         counts, scores = row.counts, row.scores
         if self.barred:
