@@ -1,0 +1,95 @@
+"""How long a decision takes, placement included: every policy, a small busy cluster and ten thousand nodes and jobs."""
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.harness import check, say, summarize
+from shoal.place.cluster import CLASSES, Ask, Cluster, Node, Queued
+from shoal.place.decision import Place
+from shoal.place.policies import POLICIES, Policy
+
+GIB = 2**30
+NEEDS = tuple(
+    Ask(cores=cores, memory_bytes=memory * GIB, gpus=gpus)
+    for cores, memory, gpus in (
+        (4, 16, 0.25), (6, 24, 0.5), (3, 16, 0.8), (4, 16, 1), (8, 32, 1), (12, 48, 1), (16, 64, 2), (32, 128, 4),
+        (80, 320, 8), (8, 32, 0), (16, 64, 0), (2, 8, 0),
+    )
+)  # fmt: skip
+SIZES = {"64 GPUs, 160 jobs": (16, 4, 160, 200), "10,000 nodes, 10,000 jobs": (10_000, 8, 10_000, 12)}
+"""Nodes, GPUs on each, jobs, and how many decisions are timed."""
+
+
+def busy_cluster(num_nodes: int, gpus: int, num_jobs: int, policy: Policy, seed: int) -> Cluster:
+    """A cluster in which the first 70 % of the jobs have been placed, and the rest has just come."""
+    dice = random.Random(seed)
+    nodes = tuple(
+        Node(name=f"n{at}", kind="ab"[at % 2], cores=12.0 * gpus, memory_bytes=48 * gpus * GIB, gpus=gpus)
+        for at in range(num_nodes)
+    )
+    jobs = [_job(number, dice) for number in range(num_jobs)]
+    cluster = Cluster(now=10_000.0, nodes=nodes, jobs=tuple(jobs[: num_jobs * 7 // 10]))
+    return replace(cluster, jobs=_follow(cluster, policy) + tuple(jobs[num_jobs * 7 // 10 :]))
+
+
+def _job(number: int, dice: random.Random) -> Queued:
+    fewest = dice.choice((1, 1, 1, 2, 4))
+    return Queued(
+        id=f"j{number}",
+        ask=dice.choice(NEEDS),
+        min_workers=fewest,
+        max_workers=fewest * dice.choice((1, 1, 2)),
+        owner=f"u{dice.randrange(40)}",
+        account=f"lab{dice.randrange(5)}/u{dice.randrange(40)}",
+        job_class=dice.choice(CLASSES),
+        submitted_at=float(number % 9000),
+        remaining_seconds=dice.expovariate(1 / 3600),
+        is_elastic=dice.random() < 0.3,
+    )
+
+
+def _follow(cluster: Cluster, policy: Policy) -> tuple[Queued, ...]:
+    """The jobs after what the policy decides, as if they had run for a while since."""
+    jobs = {job.id: job for job in cluster.jobs}
+    for decision in policy(cluster):
+        if isinstance(decision, Place):
+            jobs[decision.job] = replace(
+                jobs[decision.job],
+                allocation=decision.allocation,
+                devices=decision.devices,
+                run_seconds=4000.0,
+                service_seconds=4000.0 * sum(decision.allocation.values()),
+            )
+    return tuple(jobs.values())
+
+
+def time_decisions(policy: Policy, clusters: Sequence[Cluster], count: int) -> list[float]:
+    """Milliseconds for each decision, the first of which warms up and is not counted."""
+    samples = []
+    for number in range(count + 1):
+        cluster = clusters[number % len(clusters)]
+        began = time.perf_counter()
+        policy(cluster)
+        samples.append((time.perf_counter() - began) * 1000)
+    return samples[1:]
+
+
+def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
+    rows, checks, samples = [], [], {}
+    for size, (nodes, gpus, jobs, count) in SIZES.items():
+        if is_quick and nodes > 1000:
+            continue
+        for name, policy in POLICIES.items():
+            clusters = [busy_cluster(nodes, gpus, jobs, policy, seed) for seed in range(1 if nodes > 1000 else 4)]
+            found = sorted(time_decisions(policy, clusters, 4 if is_quick else count))
+            samples[f"{size}, {name}"] = found
+            late = found[min(len(found) * 95 // 100, len(found) - 1)]
+            rows.append({"size": size, "policy": name, "ms": summarize(found), "p95 ms": late})
+            say(f"{size}, {name}: median {found[len(found) // 2]:.1f} ms, p95 {late:.1f} ms")
+            limits = (5, 20) if nodes < 1000 else (500, 500)
+            checks.append(check(f"{size}, {name}: median ms", summarize(found), f"≤ {limits[0]}"))
+            checks.append(check(f"{size}, {name}: p95 ms", {**summarize(found), "median": late}, f"≤ {limits[1]}"))
+    return {"rows": rows, "checks": checks, "notes": ["whole decisions: order, placement, reasons"], "samples_ms": samples}
