@@ -31,7 +31,8 @@ def write_report(explanation: "Explanation", width: int = 80, *, is_ascii: bool 
     if explanation.cause:
         lines += _section("why it failed", _cause(explanation.cause, width))
     if explanation.breakdown:
-        lines += _section("where the time went", _times(explanation.breakdown, width, is_ascii))
+        times = [*_times(explanation.breakdown, width, is_ascii), *_noise(explanation)]
+        lines += _section("where the time went", times)
     if explanation.spending:
         lines += _section("all of the time", _spending(explanation.spending, width, is_ascii))
     if explanation.history:
@@ -48,6 +49,11 @@ def write_report(explanation: "Explanation", width: int = 80, *, is_ascii: bool 
     lines += _section("files", _files(explanation))
     text = "\n".join(lines) + "\n"
     return text.encode("ascii", "replace").decode() if is_ascii else text
+
+
+def _noise(explanation: "Explanation") -> Iterator[str]:
+    if explanation.noise_scale is not None:
+        yield f"gradient noise scale {count(explanation.noise_scale)} samples: larger batches gain little"
 
 
 def _section(title: str, body: Iterable[str]) -> list[str]:

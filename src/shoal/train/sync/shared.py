@@ -13,6 +13,7 @@ from shoal.spec.spans import SPANS, timed
 from shoal.train import tree
 from shoal.train.flat import CHUNK, Chunk, FlatLayout
 from shoal.train.gradients import Gradients
+from shoal.train.noise import is_due, parts_of, square_of_all
 from shoal.train.replica import Replica
 from shoal.train.summing import StepSum, square_of
 from shoal.train.sync.shared_step import SharedStep
@@ -108,10 +109,12 @@ class SharedMemorySync:
     def begin(self, num_shards: int, assignment: Sequence[range]) -> None:
         self._announced = 0
         self._addition = StepSum(assignment, num_shards, exact=self._exact)
-        self.gradients.begin(num_shards, assignment[self._group.rank])
         self._step.begin(num_shards)
+        self._looks = is_due(self._step.turn)
+        self.gradients.begin(num_shards, assignment[self._group.rank], looks=self._looks and self._group.size == 1)
 
     def post(self, rows: Sequence[Row], mine: range, standing: Standing) -> None:
+        self._rows = rows
         self._step.post(rows, mine, standing)
 
     def _announce(self, num_elements: int) -> None:
@@ -134,6 +137,14 @@ class SharedMemorySync:
             self._slots[self._group.rank][0].zero_()
         if self._exact or not self.gradients.nodes:
             self._announce(self._total)
+        if self._looks:
+            slots = self._slots[self._group.rank]
+            self._step.parts = parts_of(
+                self.gradients.nodes,
+                self._rows,
+                lambda slot: square_of_all(slots[slot]),
+                self.gradients.first_square,
+            )
 
     @timed("sum my slice", "sum")
     def add_up(self, scale: float) -> None:
