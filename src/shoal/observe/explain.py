@@ -14,11 +14,13 @@ from shoal.observe.finding import Finding
 from shoal.observe.history import History, tell_history
 from shoal.observe.metrics import MetricsReader
 from shoal.observe.noise import NoiseScale, find_noise
+from shoal.observe.predictions import Accuracy, judge, read_predictions
 from shoal.observe.runs import RunInfo, find_run, list_logs, read_run
 from shoal.observe.spending import Spending, spend
 from shoal.observe.turns import merge_turns
 from shoal.spec.errors import UserError
 from shoal.spec.event import Event
+from shoal.spec.prediction import Prediction
 
 # Kinds that other parts of an explanation tell.
 _TOLD_ELSEWHERE = frozenset(
@@ -86,6 +88,7 @@ class Explanation:
     where all workers computed with the same. `spending` is where the time went from the first step to the last, with
     checkpoints and recovering, and over time; None where there was no step. `noise_scale` is the gradient noise scale
     in samples, from `noise`; None where that was not looked at, or the gradient drowns in it.
+    `predictions` are what was expected of its configurations before it had them, and `accuracy` how good they were.
     """
 
     run: RunInfo
@@ -105,6 +108,8 @@ class Explanation:
     diagnoses: tuple[Told, ...] = ()
     noise: NoiseScale | None = None
     noise_scale: float | None = None
+    predictions: tuple[Prediction, ...] = ()
+    accuracy: Accuracy | None = None
 
     def text(self, width: int = 80, *, is_ascii: bool = False) -> str:
         """The explanation as people read it, no line longer than `width` columns."""
@@ -141,6 +146,7 @@ def explain(run_dir: str) -> Explanation:
     )
     breakdown = break_down_turns(turns, changes_in(events))
     spending, diagnoses = spend(turns, events), find_diagnoses(events)
+    predictions = tuple(read_predictions(run_dir))
     noise = find_noise(turn.lead for turn in turns if not turn.is_undone)
     return Explanation(
         run=run,
@@ -160,6 +166,8 @@ def explain(run_dir: str) -> Explanation:
         diagnoses=diagnoses,
         noise=noise,
         noise_scale=noise.samples if noise is not None else None,
+        predictions=predictions,
+        accuracy=judge(predictions),
     )
 
 
