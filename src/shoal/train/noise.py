@@ -23,7 +23,9 @@ EVERY = 16
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a worker knows of its own: the sum over its parts of |gradient sum|^2 / weight, and how many there are.
+    """What a worker tells: a sum over parts of |gradient sum|^2 / weight, and how many parts are its own.
+
+    The sum is over its own parts, or over its slice of all parts: all workers' together are the same.
 
     `first` is of the first piece of several, where that is looked at: its square and its weight.
     """
@@ -56,8 +58,12 @@ def parts_of(
         weight = math.fsum(row.weight for row in rows if start <= row.shard < stop)
         if weight > 0:
             ratio, count = ratio + square(slot) / weight, count + 1
-    first = (first_square, rows[0].weight) if first_square is not None and len(rows) > 1 else None
-    return Parts(ratio, count, first)
+    return Parts(ratio, count, first_of(rows, first_square))
+
+
+def first_of(rows: Sequence[Row], first_square: float | None) -> tuple[float, float] | None:
+    """Square and weight of the first piece's gradient, where there are others to compare it with."""
+    return (first_square, rows[0].weight) if first_square is not None and len(rows) > 1 else None
 
 
 def estimate(

@@ -2,7 +2,7 @@
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from shoal.spec.spans import SPANS, timed
 from shoal.train import tree
 from shoal.train.flat import CHUNK, Chunk, FlatLayout
 from shoal.train.gradients import Gradients
-from shoal.train.noise import is_due, parts_of, square_of_all
+from shoal.train.noise import Parts, first_of, is_due
 from shoal.train.replica import Replica
 from shoal.train.summing import StepSum, square_of
 from shoal.train.sync.shared_step import SharedStep
@@ -137,20 +137,16 @@ class SharedMemorySync:
             self._slots[self._group.rank][0].zero_()
         if self._exact or not self.gradients.nodes:
             self._announce(self._total)
-        if self._looks:
-            slots = self._slots[self._group.rank]
-            self._step.parts = parts_of(
-                self.gradients.nodes,
-                self._rows,
-                lambda slot: square_of_all(slots[slot]),
-                self.gradients.first_square,
-            )
 
     @timed("sum my slice", "sum")
     def add_up(self, scale: float) -> None:
         """Add up everybody's gradients of the owned chunks and divide by the weight of the batch."""
         base = self._step.turn * (len(self._stops) + 1)
         ready = 0
+        # Of each part of the batch, the squares of our slice of its gradient.
+        looked: dict[tree.Source, list[torch.Tensor]] = (
+            {source: [] for source in self._addition.shards} if self._looks else {}
+        )
         squares = self._step.squares[self._first :]
         for index, out in enumerate(self.replica.gradients):
             if self._first + index >= ready:
@@ -159,6 +155,19 @@ class SharedMemorySync:
             self._addition.into(out, lambda source: self._sources[source][index], self._registers)  # noqa: B023
             out.mul_(scale)
             squares[index] = square_of(out)
+            for source, found in looked.items():  # while it is in cache
+                found.append(square_of(self._sources[source][index]))
+        if self._looks:
+            self._step.parts = self._parts(looked)
+
+    def _parts(self, looked: Mapping[tree.Source, Sequence[torch.Tensor]]) -> Parts:
+        ratio, count = 0.0, 0
+        for source, squares in looked.items():
+            weight = self._step.weight_of(self._addition.shards[source])
+            if weight > 0:
+                count += source[0] == self._group.rank
+                ratio += float(torch.stack(list(squares)).double().sum()) / weight if squares else 0.0
+        return Parts(ratio, count, first_of(self._rows, self.gradients.first_square))
 
     def recall(self, chunk: Chunk, scale: float, out: torch.Tensor) -> None:
         """The same for any chunk, while nobody writes."""

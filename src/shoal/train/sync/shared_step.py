@@ -153,6 +153,10 @@ class SharedStep:
         if self.parts is not None:
             self._noise = self._table.noise(self._num_shards, self._norm, self.parts)
 
+    def weight_of(self, shards: range) -> float:
+        """What these shards weigh. Everybody has posted."""
+        return self._table.weight_of(shards)
+
     def _find_norm(self) -> float:
         return checked_norm(self.squares.tolist(), self._sums.find_not_finite, self._sums.find_shards)
 

@@ -67,6 +67,9 @@ class StepTable:
         """What each rank told of that."""
         return [float(seconds) for seconds in self._rows()[self._num_shards :, OWN]]
 
+    def weight_of(self, shards: range) -> float:
+        return math.fsum(self._rows()[shards.start : shards.stop, WEIGHT])
+
     def tell_parts(self, rank: int, parts: Parts) -> None:
         """What this rank knows of the noise of its gradients, in a step in which all tell."""
         self._rows()[self._num_shards + rank, [RATIO, PARTS]] = parts.ratio, parts.count
