@@ -20,7 +20,7 @@ LEVELS = (
     ("auto", "watch"),
     ("answer",),
     ("elastic_run", "dash"),
-    ("hanging", "diagnosing", "sending", "alerting", "opened"),
+    ("hanging", "diagnosing", "sending", "alerting", "opened", "learning"),
     ("tasks",),
     ("train", "cluster"),
     ("comm", "data", "checkpoint", "elastic", "observe", "engine", "place"),
