@@ -146,7 +146,8 @@ def test_the_link_lets_one_in_once(browser: Any, home: Path) -> None:
 # Cells of a row that cover each other.
 COVERED = """() => [...document.querySelectorAll("tr")].flatMap((row) => {
   const boxes = [...row.cells].map((cell) => cell.getBoundingClientRect()).filter((box) => box.width);
-  const isOver = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1;
+  const isBeside = (a, b) => a.left >= b.right - 1 || a.top >= b.bottom - 1;
+  const isOver = (a, b) => !isBeside(a, b) && !isBeside(b, a);
   return boxes.some((a, i) => boxes.slice(i + 1).some((b) => isOver(a, b))) ? [row.innerText] : [];
 })"""
 VIEWS = ("/", *(f"/run/full{tab}" for tab in TABS), "/compare?run=full&run=other")
