@@ -20,11 +20,12 @@ LEVELS = (
     ("auto", "watch"),
     ("answer",),
     ("elastic_run", "dash"),
+    ("service",),
     ("hanging", "diagnosing", "sending", "alerting", "opened"),
     ("tasks",),
     ("train", "cluster"),
     ("comm", "data", "checkpoint", "elastic", "observe", "engine", "place"),
-    ("files", "verb_parser"),
+    ("files", "verb_parser", "web"),
     ("spec", "version"),
 )
 """A part may import what stands on a lower line. Parts of one line never import each other.

@@ -17,10 +17,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.dash import about, logs
-from shoal.dash.answers import answer, answer_bytes, answer_error, read_body, whole, whole_or_none
 from shoal.dash.built import PageFile
 from shoal.dash.curves import to_curves
-from shoal.dash.door import SHIELDS, Door, Refusal, Sessions
+from shoal.dash.door import Sessions
 from shoal.dash.heat import QUANTITIES
 from shoal.dash.index import SORTS, Listed, Query, RunIndex, plain
 from shoal.dash.opened import IDLE_SECONDS, OpenRun, OpenRuns
@@ -30,6 +29,8 @@ from shoal.observe.clean import one_line
 from shoal.observe.runs import RunInfo, list_logs, read_run
 from shoal.spec.errors import UserError
 from shoal.spec.event import Event
+from shoal.web.answers import answer, answer_bytes, answer_error, read_body, whole, whole_or_none
+from shoal.web.door import SHIELDS, Door, Refusal
 
 MAX_CURVES = 64
 MAX_RUNS_AT_ONCE = 16
