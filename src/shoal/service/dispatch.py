@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 from shoal.place.cluster import Node
 from shoal.service import acts, transitions
+from shoal.service.briefing import orders_for
 from shoal.service.deciding import Todo, can_do, cluster_of, hopeless, over_bounds, usage_of
 from shoal.service.job import STARTING, STOPPING, WAITING, Job
 from shoal.service.machines import Machines
-from shoal.service.orders import orders_for
 from shoal.service.places import JOBS
 from shoal.service.reclaim import reclaim
 from shoal.service.settings import FILE, read_settings
@@ -133,12 +133,11 @@ class Dispatcher:
         """Start what was written down. The same token twice is one attempt, so this may be done again."""
         try:
             self._keeper.start(self._folder, orders_for(job, self._shared.settings, self._machines.engine))
-        except ShoalError:
+        except ShoalError as error:
+            told = f"{error.message} {error.why}".strip()
             self._write(
                 job.number,
-                lambda change, job: transitions.fail_to_start(
-                    job, f"{error.message} {error.why}".strip(), change.now, change.wall
-                ),
+                lambda change, job: transitions.fail_to_start(job, told, change.now, change.wall),
                 job.token,
             )
 

@@ -1,7 +1,7 @@
 """What a keeper is told: the attempt to make, from a job that has its nodes. Pure."""
 
-from shoal.service.attempts import Orders
 from shoal.service.job import Job
+from shoal.service.orders import Orders
 from shoal.service.settings import Settings
 
 INDEX = "SHOAL_ARRAY_INDEX"
