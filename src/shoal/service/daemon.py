@@ -5,6 +5,7 @@ import fcntl
 import getpass
 import os
 import re
+import signal
 import socket
 import sys
 import threading
@@ -91,6 +92,9 @@ def _serve(home: str, folder: str, host: str, port: int) -> int:
             address = f"{door.scheme}://{f'[{named}]' if ':' in named else named}:{door.port}"
             up = places.Up(address=address, pid=os.getpid(), boot=boot_id(), certificate=certificate)
             places.write_up(folder, up)
+            # The server ends well with a signal, and then raises it again for whoever was there before.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: None)
             try:
                 uvicorn.Server(config).run(sockets=[listener])
             finally:
