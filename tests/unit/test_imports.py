@@ -137,7 +137,18 @@ LIGHT = sorted(
     str(file.relative_to(SOURCE.parent).with_suffix("")).replace("/", ".")
     for part in (
         *("__init__.py", "cli.py", "run.py", "auto.py", "watch.py", "answer.py", "elastic_run.py"),
-        *("task_run.py", "task_crew.py", "spec", "engine", "observe", "elastic", "tasks", "cluster", "dash"),
+        *(
+            "task_run.py",
+            "task_crew.py",
+            "spec",
+            "engine",
+            "observe",
+            "elastic",
+            "tasks",
+            "cluster",
+            "dash",
+            "service",
+        ),
     )
     for file in ([SOURCE / part] if part.endswith(".py") else (SOURCE / part).glob("*.py"))
 )

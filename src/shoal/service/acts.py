@@ -162,6 +162,9 @@ def give_token(change: Change, by: Person, name: str, digest: bytes, days: float
         people.check_may_ask(by, people.ADMIN)
     if not change.connection.execute("SELECT 1 FROM people WHERE name = ?", (name,)).fetchone():
         raise UserError(f"There is nobody called {name!r}.", hint=f"`shoal people add {name}` lets them in")
+    taken = "SELECT 1 FROM tokens WHERE digest = ? OR id = ?"
+    if change.connection.execute(taken, (digest, digest.hex()[:8])).fetchone():
+        raise UserError("There is such a token already.", hint="make another one")
     ends, id = None if days is None else change.now + days * DAY_SECONDS, digest.hex()[:8]
     change.connection.execute(
         "INSERT INTO tokens (id, digest, person, made_wall, ends_at) VALUES (?, ?, ?, ?, ?)",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
+from shoal.service.people import TOKEN_DAYS, digest_token, new_token
 from shoal.service.places import Login, find_login
 from shoal.spec.errors import ShoalError, UserError
 
@@ -132,6 +133,27 @@ class Client:
 
     def health(self) -> dict[str, Any]:
         return self.ask("GET", "/api/health")
+
+    def audit(self, **query: Any) -> dict[str, Any]:
+        """Who did what, for admins. Query: after, limit; with verify=1 whether the log is whole (expect=DIGEST)."""
+        return self.ask("GET", f"/api/audit?{urlencode(query)}")
+
+    def put_person(self, name: str, **fields: Any) -> dict[str, Any]:
+        """Let somebody in, or change what they may do: role, account, max_jobs, max_workers."""
+        return self.ask("PUT", f"/api/people/{quote(name, safe='')}", fields)
+
+    def remove_person(self, name: str) -> dict[str, Any]:
+        return self.ask("DELETE", f"/api/people/{quote(name, safe='')}", {})
+
+    def give_token(self, name: str, days: float = TOKEN_DAYS) -> str:
+        """A new token for somebody, which is shown this once: the service is told its digest."""
+        secret = new_token()
+        body = {"digest": digest_token(secret).hex(), "days": days}
+        self.ask("POST", f"/api/people/{quote(name, safe='')}/tokens", body)
+        return secret
+
+    def revoke_token(self, id: str) -> dict[str, Any]:
+        return self.ask("DELETE", f"/api/tokens/{quote(id, safe='')}", {})
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, key: str = "") -> dict[str, Any]:
         """One request. A change carries a key, so that it can be sent again until its answer is here."""

@@ -5,6 +5,7 @@ import fcntl
 import getpass
 import os
 import re
+import signal
 import socket
 import sys
 import threading
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from shoal.cluster.files import make_folder, write_private
 from shoal.cluster.reach import choose_address
 from shoal.engine.clusters import boot_id
-from shoal.service import acts, places
+from shoal.service import acts, attempts, places
 from shoal.service.dispatch import Dispatcher
 from shoal.service.people import ADMIN, Person, digest_token, new_token
 from shoal.service.settings import read_settings
@@ -72,7 +73,7 @@ def _serve(home: str, folder: str, host: str, port: int) -> int:
             certificate = "" if door.scheme == "http" else certificate_for(folder, host)
             _let_owner_in(store, writer, folder)
             shared = Shared(home=home, folder=folder, store=store, settings=settings, writer=writer, woken=woken)
-            dispatcher = Dispatcher(shared)
+            dispatcher = Dispatcher(shared, attempts)
             key, chain = files_for(folder) if certificate else (None, None)
             config = uvicorn.Config(
                 Api(shared, door).app(),
@@ -91,6 +92,9 @@ def _serve(home: str, folder: str, host: str, port: int) -> int:
             address = f"{door.scheme}://{f'[{named}]' if ':' in named else named}:{door.port}"
             up = places.Up(address=address, pid=os.getpid(), boot=boot_id(), certificate=certificate)
             places.write_up(folder, up)
+            # The server ends well with a signal, and then raises it again for whoever was there before.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: None)
             try:
                 uvicorn.Server(config).run(sockets=[listener])
             finally:

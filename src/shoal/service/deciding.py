@@ -191,7 +191,7 @@ def room_of(nodes: Iterable[Node], jobs: Iterable[Job]) -> Room:
 def can_do(
     decisions: Iterable[Decision], jobs: Mapping[int, Job], nodes: Sequence[Node], people: Mapping[str, Person]
 ) -> tuple[list[Todo], dict[int, Wait]]:
-    """What can be done now, and who waits for what. A start that needs nodes of a job that is still stopping waits."""
+    """What can be done now, and who waits for what. A start waits for nodes of a job that is still stopping."""
     room = room_of(nodes, jobs.values())
     used: dict[str, int] = {}
     for job in jobs.values():

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 from shoal.place.cluster import Node
 from shoal.service import acts, transitions
+from shoal.service.briefing import orders_for
 from shoal.service.deciding import Todo, can_do, cluster_of, hopeless, over_bounds, usage_of
 from shoal.service.job import STARTING, STOPPING, WAITING, Job
 from shoal.service.machines import Machines
-from shoal.service.orders import orders_for
 from shoal.service.places import JOBS
 from shoal.service.reclaim import reclaim
 from shoal.service.settings import FILE, read_settings
@@ -26,6 +26,9 @@ LOOK_SECONDS = 0.5
 DECIDE_SECONDS = 2.0
 ACCRUE_SECONDS = 30.0
 FORGET_SECONDS = 3600.0
+START_SECONDS = 5.0
+"""How long a keeper that was started may take until it holds its lock."""
+
 SHARE_OF_TIME = 0.25
 """The part of the time that deciding may take: with a hundred thousand jobs, decisions come less often."""
 
@@ -50,6 +53,7 @@ class Dispatcher:
         os.makedirs(self._folder, mode=0o700, exist_ok=True)
         self._machines = Machines(keeper.here)
         self._told: dict[tuple[int, int], tuple[str, int]] = {}
+        self._started: dict[tuple[int, int], float] = {}
         self._changes_seen = -1
         self._decide_at = 0.0
         self._accrue_at = 0.0
@@ -111,7 +115,7 @@ class Dispatcher:
         seen: dict[int, Any] = {}
         for job in [job for job in self._shared.known.jobs.values() if job.is_active]:
             found = self._keeper.look(self._folder, str(job.number), job.token)
-            if found.state == "absent" and job.state == STARTING:
+            if job.state == STARTING and _never_began(found) and self._is_due(job):
                 self._start(job)
                 found = self._keeper.look(self._folder, str(job.number), job.token)
             elif found.state in ("starting", "running"):
@@ -128,17 +132,22 @@ class Dispatcher:
         self._shared.seen = seen
         active = {(job.number, job.token) for job in self._shared.known.jobs.values() if job.is_active}
         self._told = {key: told for key, told in self._told.items() if key in active}
+        self._started = {key: at for key, at in self._started.items() if key in active}
+
+    def _is_due(self, job: Job) -> bool:
+        """Whether to start it again: a keeper takes a moment until it is seen."""
+        return time.monotonic() >= self._started.get((job.number, job.token), -START_SECONDS) + START_SECONDS
 
     def _start(self, job: Job) -> None:
         """Start what was written down. The same token twice is one attempt, so this may be done again."""
+        self._started[job.number, job.token] = time.monotonic()
         try:
             self._keeper.start(self._folder, orders_for(job, self._shared.settings, self._machines.engine))
-        except ShoalError:
+        except ShoalError as error:
+            told = f"{error.message} {error.why}".strip()
             self._write(
                 job.number,
-                lambda change, job: transitions.fail_to_start(
-                    job, f"{error.message} {error.why}".strip(), change.now, change.wall
-                ),
+                lambda change, job: transitions.fail_to_start(job, told, change.now, change.wall),
                 job.token,
             )
 
@@ -264,6 +273,10 @@ class Dispatcher:
     def _problem(self, about: str, text: str) -> None:
         rest = {name: told for name, told in self._shared.problems.items() if name != about}
         self._shared.problems = {**rest, about: text} if text else rest
+
+
+def _never_began(seen: Any) -> bool:
+    return bool(seen.state == "absent" or (seen.state == "starting" and not seen.is_alive))
 
 
 def _peak(seen: Any) -> int | None:

@@ -1,33 +1,68 @@
-"""What a keeper is told: the attempt to make, from a job that has its nodes. Pure."""
+"""What a keeper is told to run, and what is seen of it."""
 
-from shoal.service.attempts import Orders
-from shoal.service.job import Job
-from shoal.service.settings import Settings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-INDEX = "SHOAL_ARRAY_INDEX"
+from shoal.place.cluster import Allocation, Devices
+
+CAUSES = ("finished", "failed", "oom", "cancelled", "preempted", "time_limit", "lost")
+"""Why an attempt ended."""
+
+CAUSE_OF = {"cancel": "cancelled", "preempt": "preempted", "time": "time_limit"}
+"""What becomes of an attempt that was stopped for a reason."""
 
 
-def orders_for(job: Job, settings: Settings, engine: str) -> Orders:
-    """The same job and token give the same orders, before and after a crash."""
-    asked = job.asked
-    args = asked.run_args if engine == "local" else ("--engine", engine, *asked.run_args)
-    limit = asked.time_limit_seconds
-    env = {**asked.env, "SHOAL_JOB": str(job.number)}
-    return Orders(
-        job=str(job.number),
-        token=job.token,
-        argv=args,
-        cwd=asked.working_dir,
-        env=env if asked.index is None else {**env, INDEX: str(asked.index)},
-        run_name=job.run_name,
-        is_resumed=job.has_run,
-        min_workers=job.min_workers,
-        max_workers=job.max_workers,
-        num_workers=job.num_reserved,
-        allocation=dict(job.allocation),
-        devices=dict(job.devices),
-        memory_bytes=asked.memory_bytes,
-        cores=asked.cores,
-        time_limit_seconds=None if limit is None else max(limit - job.run_seconds, 1.0),
-        grace_seconds=settings.grace_seconds,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """One attempt at a job. Of two attempts the one with the larger `token` is the later one, and the former is over.
+
+    `argv` are arguments of `shoal run`, with the script, and without `-n`. `env` lies over the environment of the
+    service. With `is_resumed` the run goes on from its newest checkpoint, if there is one. `allocation` says how many
+    workers are on which node, `devices` which GPUs they have there. `memory_bytes` and `cores` are those of each
+    worker; 0 is no limit. `grace_seconds` is what the run gets to save and end in.
+    """
+
+    job: str
+    token: int
+    argv: tuple[str, ...]
+    cwd: str
+    env: Mapping[str, str] = field(default_factory=dict)
+    run_name: str
+    is_resumed: bool = False
+    min_workers: int = 1
+    max_workers: int = 1
+    num_workers: int = 1
+    allocation: Allocation = field(default_factory=dict)
+    devices: Devices = field(default_factory=dict)
+    memory_bytes: int = 0
+    cores: float = 0.0
+    time_limit_seconds: float | None = None
+    grace_seconds: float = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """An attempt as its folder and its lock tell.
+
+    `state` is absent, starting, running or ended. `is_alive`: its keeper runs, or its launcher still does. An attempt
+    that is `starting` without being alive has not begun: order it again. `cause` is one of CAUSES once it has ended.
+    `memory_bytes` is what its processes use now on this machine, and `peak_memory_bytes` the most that was seen.
+    `limits` names what holds it: `memory`, `cpu` and `pids` by the kernel, `watchdog` by looks at its processes.
+    """
+
+    state: str = "absent"
+    is_alive: bool = False
+    pid: int | None = None
+    run_dir: str = ""
+    exit_code: int | None = None
+    cause: str = ""
+    message: str = ""
+    hint: str = ""
+    num_workers: int = 0
+    step: int | None = None
+    loss: float | None = None
+    memory_bytes: int = 0
+    peak_memory_bytes: int = 0
+    started_at: float | None = None
+    ended_at: float | None = None
+    limits: tuple[str, ...] = ()

@@ -107,6 +107,8 @@ class Writer:
         """All of them in one transaction: those that fail are undone alone, a disk that fails undoes all."""
         store, batch, touches_people = self._store, dict[int, Job](), False
         first_free = store.next_number
+        # Whoever does not wait any more must not keep the others from their answers.
+        asked = [each for each in asked if each[1].set_running_or_notify_cancel()]
         results: list[tuple[Future[Any], Any, BaseException | None]] = []
         try:
             store.connection.execute("BEGIN IMMEDIATE")
