@@ -15,7 +15,7 @@ MAX_FILE_BYTES = 8 << 20
 
 
 def read_job_file(path: str, given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]:
-    """The jobs of a file, and whether they are to be held. What is `given` on the command line goes before the file."""
+    """The jobs of a file, and whether they are to be held. What is `given` on the command line goes before it."""
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)

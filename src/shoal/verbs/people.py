@@ -23,8 +23,8 @@ def people(argv: Sequence[str]) -> int:
     """`shoal people`: who is let in, as what, and with which tokens."""
     parser = Parser(
         "people",
-        "Show who may use the service; let people in and out. `token` makes another token, `revoke` ends one, `remove` "
-        "ends all of somebody's; their jobs stay.",
+        "Show who may use the service; let people in and out. `token` makes another token, `revoke` ends one, "
+        "`remove` ends all of somebody's; their jobs stay.",
         "[list]\n       shoal people add NAME [--role ROLE] [OPTIONS]\n       shoal people token|remove NAME"
         "\n       shoal people revoke TOKEN",
     )

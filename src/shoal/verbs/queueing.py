@@ -203,7 +203,7 @@ def resize(argv: Sequence[str]) -> int:
         return _change("resize", [options.run], as_json=options.json, workers=options.num_workers)
     from shoal.verbs import asking
 
-    return asking.resize(argv)
+    return asking.resize(list(argv))
 
 
 def _has_service() -> bool:

@@ -17,8 +17,8 @@ def up(argv: Sequence[str]) -> int:
         return verbs.up(argv)
     parser = Parser(
         "up",
-        "Start the service on this machine: a queue of jobs, shared by the people who use it. It goes on when you log "
-        "out, and takes up its jobs again after a crash.",
+        "Start the service on this machine: a queue of jobs, shared by the people who use it. It goes on when you "
+        "log out, and takes up its jobs again after a crash.",
         "[--host IP] [--port N] [--json]\n       shoal up --cluster [--invite] [OPTIONS]",
     )
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""`shoal submit`: hand a job to the service, or a run to a Ray cluster. It goes on when whoever handed it over is gone.
+"""`shoal submit`: hand a job to the service, or a run to a Ray cluster. It goes on when you are gone.
 
 Which of them is one rule: with `--cluster` or `--address` the cluster, else the service that is up here or that
 `shoal login` named, else the cluster that this machine is in.
@@ -118,7 +118,7 @@ def _to_service(options: argparse.Namespace, rest: list[str]) -> int:
         rows = [{**_row(options, rest), **given}]
     with Client() as client:
         jobs = client.submit_all(rows, held=held)
-        return _tell(client, jobs, rows, options)
+        return _tell(client, jobs, options)
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
 
 def _parse_number(text: str | None, flag: str, kind: type) -> int | float | None:
     try:
-        return None if text is None else kind(text)  # type: ignore[no-any-return]
+        return None if text is None else kind(text)
     except ValueError:
         what = "a whole number" if kind is int else "a number"
         raise UserError(f"{flag} {text!r} is not a number.", hint=f"give it {what}") from None
@@ -161,19 +161,18 @@ def _is_here() -> bool:
     return read_up(service_folder()) is not None
 
 
-def _tell(client: "Client", jobs: Sequence[int], rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> int:
+def _tell(client: "Client", jobs: Sequence[int], options: argparse.Namespace) -> int:
     from shoal.verbs.printing import many, put
 
     first, last = jobs[0], jobs[-1]
     span = str(first) if len(jobs) == 1 else f"{first}-{last}"
     commands = {
         "queue": f"shoal queue {first}" if len(jobs) == 1 else "shoal queue",
+        "logs": f"shoal logs job-{first} --follow",
         "cancel": f"shoal cancel {span}",
     }
-    commands = {"queue": commands["queue"], "logs": f"shoal logs job-{first} --follow", "cancel": commands["cancel"]}
     about = {"queue": "how far it is, and why", "logs": "what it prints, once it runs", "cancel": "end it"}
-    told = client.job(first) if len(jobs) == 1 else None
-    head = f"job {first}" if told is not None else f"{many(len(jobs), 'job')}, {span}"
+    head = f"job {first}" if len(jobs) == 1 else f"{many(len(jobs), 'job')}, {span}"
     text = [f"submitted {head}: it goes on without this terminal", ""]
     longest = max(map(len, commands.values()))
     text += [f"  {commands[verb]:{longest}}   {about[verb]}" for verb in commands]
