@@ -20,6 +20,7 @@ LEVELS = (
     ("auto", "watch"),
     ("answer",),
     ("elastic_run", "dash"),
+    ("service",),
     ("hanging", "diagnosing", "sending", "alerting", "opened"),
     ("tasks",),
     ("train", "cluster"),
