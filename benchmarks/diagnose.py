@@ -299,7 +299,7 @@ def _tail(run: Run) -> list[str]:
 
 def illnesses(cluster: Cluster | None) -> list[Illness]:
     by_script = Run.strike
-    tcp, alone = ("-o", "transport=tcp"), ("-o", "loaders=0")
+    tcp = ("-o", "transport=tcp")
 
     def slow_link(run: Run) -> None:
         assert cluster is not None
@@ -341,8 +341,7 @@ def illnesses(cluster: Cluster | None) -> list[Illness]:
         Illness(name="nan", causes=("nan",), strike=by_script, heal=heal_script),
         Illness(name="disk_full", causes=("disk_full",), strike=by_script, needs_small_disk=True),
         Illness(name="disk_full", causes=("disk_full",), strike=fill, is_anyones=True, needs_small_disk=True),
-        # libfaketime also bends the timed waits of processes that load data, and makes them truly slow.
-        Illness(name="clock_skew", causes=("clock_skew",), strike=skew, options=alone, needs_hosts=True),
+        Illness(name="clock_skew", causes=("clock_skew",), strike=skew, needs_hosts=True),
         Illness(name="diverged", causes=("diverged",), strike=by_script, heal=heal_script, options=tcp),
     ]
 
@@ -474,6 +473,7 @@ def summarize(results: Mapping[str, list[dict[str, Any]]], clean: Mapping[str, A
             _check("steps until a rank twice as slow is named, most", float(max(slow, default=999)), "≤ 20"),
             _check(f"alarms in {clean['minutes']} clean minutes", float(clean["num_alarms"]), "≤ 0"),
         ],
+        "notes": harness.tell_company(),
         "trials": dict(results),
         "clean": dict(clean),
     }

@@ -74,7 +74,14 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: found for name in ("torch", "numpy", "shoal") if (found := _version(name))},
         "load_average": os.getloadavg(),
+        "niceness": os.getpriority(os.PRIO_PROCESS, 0),
     }
+
+
+def tell_company() -> list[str]:
+    """A note where something was measured with another priority than what else runs here."""
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    return [f"measured with niceness {niceness} beside the work of others on the same cores"] if niceness else []
 
 
 def _cpu_name() -> str:

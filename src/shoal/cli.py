@@ -32,6 +32,7 @@ Train, tune and serve PyTorch models across the machines you have.
   shoal send RUN --to csv        its numbers, for other tools: TensorBoard, W&B, MLflow, ...
   shoal import tensorboard DIR   runs of before, beside these
   shoal dash                     all of this on a page in the browser, live
+  shoal simulate TRACE           what a scheduling policy would make of a trace of jobs
 
   shoal run --engine ray ...     the same on several machines; also mpi and spark
   shoal submit -n 2:6 SCRIPT     hand it to a cluster: it goes on when you are gone
@@ -57,6 +58,7 @@ VERBS = {
     "import": "verbs.imports:main",
     "alerts": "verbs.alerts:main",
     "dash": "dash.verb:main",
+    "simulate": "verbs.simulate:main",
     "worker": "engine.joined:main",
     **{verb: f"cluster.verbs:{verb}" for verb in ("up", "join", "nodes", "leave", "down")},
 }

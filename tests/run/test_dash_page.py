@@ -192,7 +192,8 @@ def test_what_the_views_say(browser: Any, served: Served) -> None:
         page = visitor.see("/run/full")
         assert page.locator(".chart h3").all_inner_texts()[:2] == ["Loss", "val/accuracy"]
         assert page.locator(".command-line code").inner_text().startswith("cd '/home/ada/my models' && shoal run")
-        assert visitor.see("/run/full/time").locator(".bars svg").count() == 5
+        assert visitor.see("/run/full/time").locator(".bars:not(.whole) svg").count() == 5, "all, and four ranks"
+        assert page.locator(".bars.whole svg").count() == 1, "where all of the time went"
         assert "rank 2" in page.inner_text("main")
         assert "rank 2" in visitor.see("/run/full/ranks").inner_text("p.quiet")
         page.focus(".heat canvas")

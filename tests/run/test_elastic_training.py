@@ -21,11 +21,14 @@ __all__ = ["box"]
 JOBS = str(Path(__file__).with_name("elastic_jobs.py"))
 Ending = dict[str, Any]
 
+pytestmark = pytest.mark.timeout(240)
+"""Whichever comes first waits for all jobs in one process, a few seconds of computing each."""
+
 
 @pytest.fixture(scope="session")
 def clean() -> dict[str, Ending]:
     """How every job ends in one process that nobody disturbs."""
-    run = subprocess.run([sys.executable, JOBS], capture_output=True, text=True, timeout=100, check=True)
+    run = subprocess.run([sys.executable, JOBS], capture_output=True, text=True, timeout=220, check=True)
     return {ending["job"]: ending for ending in endings_in(run.stdout)}
 
 

@@ -20,8 +20,9 @@ from shoal.engine.agent import CONNECTED
 from shoal.engine.clock import ClockOffset
 from shoal.engine.door import MAX_GREETINGS
 from shoal.engine.engine import CONTROL_FD, Listener
+from shoal.engine.entry import command_of
 from shoal.engine.fleet import Fleet
-from shoal.engine.hosts import Host, HostsGround, parse_hosts
+from shoal.engine.hosts import Host, HostsGround, first_words, parse_hosts
 from shoal.engine.mpi import make_ground
 from shoal.engine.wire import Invitation
 from shoal.spec.errors import UserError
@@ -228,6 +229,17 @@ def test_a_folder_that_is_not_there_is_named(make: Make, tmp_path: Path) -> None
     assert engine.poll() == []
 
 
+def test_a_script_that_is_not_there_is_named_before_anybody_starts(make: Make, tmp_path: Path) -> None:
+    spec = shell(tmp_path, 0, "exit 0")
+    command = command_of(sys.executable, 0, ("script", "train.py"))
+    missing = WorkerSpec(rank=0, command=command, env={}, working_dir=str(tmp_path), log_path=spec.log_path)
+    engine = make()
+    with pytest.raises(UserError) as caught:
+        engine.start([missing, shell(tmp_path, 1, "sleep 60")])
+    assert caught.value.why == f"there is no script {tmp_path / 'train.py'} on that machine"
+    assert engine.pids == {}
+
+
 def test_a_machine_with_another_torch_is_not_taken(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,6 +387,13 @@ def test_a_command_that_hangs_is_tried_again(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @rigs.needs("mpirun")
+def test_pages_that_begin_with_a_line_have_a_reason_too() -> None:
+    line = "-" * 60
+    assert first_words(f"{line}\nIt was unable\nto connect.\n{line}\nor so\n{line}") == "It was unable\nto connect."
+    assert first_words(f"ssh: no route\n{line}\npages") == "ssh: no route"
+    assert first_words("") == ""
+
+
 def test_of_pages_from_mpirun_the_reason_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.engine.hosts.AGENT", ("-m", "shoal.engine.nothing"))
     ground = make_ground("localhost:1", {})

@@ -177,6 +177,35 @@ def test_every_worker_finds_its_own_gpu_at_its_local_rank(box: Box) -> None:
     assert len({devices.split(",")[int(rank)] for rank, devices in seen.items()}) == 2
 
 
+@pytest.mark.slow
+def test_workers_lie_where_labels_resources_and_placement_say(box: Box) -> None:
+    box.write("where.py", "import os, time\nprint('pid', os.getpid())\ntime.sleep(3)")
+    with ray_cluster(0) as cluster:
+        plain = cluster.add(2)
+        attic = cluster.add(2, "--labels", "room=attic")
+        disk = cluster.add(2, "--resources", '{"disk": 2}')
+        here = on(box, cluster)
+
+        def nodes_of(name: str, *args: str) -> list["subprocess.Popen[bytes]"]:
+            """The nodes on which two workers are, by rank."""
+            folder = box.folder / name
+            launcher = box.start("run", "-n", "2", *here, *args, "--log-dir", str(folder), "where.py")
+            wait_for(folder, "worker_started", 2, launcher)
+            pids = {event["rank"]: event["data"]["pid"] for event in events_in(folder, "worker_started")}
+            found = [cluster.node_of(pids[rank]) for rank in range(2)]
+            told = launcher.communicate(timeout=100)[1]
+            assert launcher.returncode == 0, told
+            return found
+
+        assert nodes_of("labels", "-o", "engine.labels=room=attic") == [attic, attic]
+        assert nodes_of("resources", "-o", "engine.resources=disk=1") == [disk, disk]
+        first, second = nodes_of("pack")
+        assert first is second
+        first, second = nodes_of("spread", "-o", "engine.placement=strict-spread")
+        assert first is not second
+        assert {first, second} <= {plain, attic, disk}
+
+
 # What a cluster that grows by itself has, and what it was asked for. A driver would count as use of its node.
 LOOK = """
 import json, sys

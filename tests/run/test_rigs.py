@@ -392,6 +392,29 @@ def test_a_clock_that_jumps():
     assert monotonic[-1] - monotonic[0] < 10
 
 
+HAND_OVER = """
+import queue, threading, time
+orders = queue.Queue()
+threading.Thread(target=lambda: [orders.get().set() for _ in range(200)], daemon=True).start()
+late = 0
+for _ in range(200):
+    done, began = threading.Event(), time.perf_counter()
+    orders.put(done)
+    done.wait()
+    late += time.perf_counter() - began > 0.02
+    time.sleep(0.002)
+print(late)
+"""
+
+
+@rigs.needs("libfaketime")
+def test_threads_under_a_clock_that_is_off_wait_no_longer_than_they_must():
+    with rigs.clock_jump(45.0, is_cheap=True) as clock:
+        env = {**os.environ, **clock.env}
+        done = subprocess.run([PYTHON, "-c", HAND_OVER], env=env, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 20
+
+
 MAKE = """
 import sys, time
 from shoal.testing import rigs

@@ -1,6 +1,7 @@
 """Runs on three hosts, each with a network of its own: a host dies, a cable breaks, and the run ends as if not."""
 
 import contextlib
+import ipaddress
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import pytest
 
 from shoal.testing import rigs
 from shoal.testing.rigs import leftovers
+from shoal.testing.rigs.machine import call
 
 JOBS = str(Path(__file__).with_name("elastic_jobs.py"))
 pytestmark = [rigs.needs("root", "ip", "tc", "nsenter", "network namespaces", "mpirun"), pytest.mark.timeout(180)]
@@ -221,6 +223,49 @@ def test_a_broken_cable_is_mended(cluster: Cluster, clean: dict[str, Any]) -> No
     cluster.hosts.heal(2)
     cluster.wait_for(lambda: cluster.sizes() == [3, 2, 3], run)
     check_ended_well(cluster, run, clean)
+
+
+@contextlib.contextmanager
+def walled(hosts: rigs.Hosts, host: int, other: int) -> Iterator[None]:
+    """A firewall on a host, which drops what another begins to say to it, without a word."""
+    place = ["-n", hosts.names[host], "filter"], ["dev", hosts.interface, "ingress", "prio", "7"]
+    source = int(ipaddress.ip_address(hosts.address(other)))
+    # IPv4, TCP, from there, SYN and not ACK: dropped.
+    program = (
+        f"11,40 0 0 12,21 0 8 2048,48 0 0 23,21 0 6 6,32 0 0 26,21 0 4 {source},48 0 0 47,84 0 0 18,21 0 1 2,"
+        "6 0 0 2,6 0 0 0"
+    )
+    call("tc", *place[0], "add", *place[1], "bpf", "direct-action", "bytecode", program)
+    try:
+        yield
+    finally:
+        call("tc", *place[0], "delete", *place[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["3", "2:3"])
+def test_a_firewall_between_workers_is_told_before_they_wait_for_each_other(cluster: Cluster, size: str) -> None:
+    with walled(cluster.hosts, 2, 1):
+        run = cluster.start(size, JOBS, "long")
+        said = run.communicate(timeout=120)[0]
+    assert run.returncode == 2
+    there, here = cluster.hosts.address(1), cluster.hosts.address(2)
+    assert "error: Workers could not reach each other." in said
+    assert re.search(
+        rf"why: from {there} to {here} port \d+: no answer within 4 s, as if a firewall dropped it$", said, re.M
+    )
+
+
+@pytest.mark.slow
+def test_a_firewall_before_the_launcher_is_told_with_its_port(cluster: Cluster) -> None:
+    with walled(cluster.hosts, 0, 2):
+        run = cluster.start("3", JOBS, "long")
+        assert run.stdout is not None
+        told = next(line for line in run.stdout if "no agent from" in line)
+        run.send_signal(signal.SIGINT)
+        run.communicate(timeout=60)
+    assert f"no agent from {cluster.hosts.address(2)} yet" in told
+    assert re.search(rf"a firewall keeps it from {cluster.hosts.address(0)}, port \d+ \(the launcher\)", told)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ pytestmark = [
 ]
 SESSION_SECONDS = 200.0
 """Spark takes 4 s to start, on a machine with nothing else to do."""
+ALLOCATION = "spark.dynamicAllocation"
 EXECUTOR = "CoarseGrainedExecutorBackend"
 
 TRAIN = """
@@ -156,6 +157,20 @@ def test_more_executors_than_there_will_be_are_not_waited_for(box: Box) -> None:
     done = box.run(*on_spark("local-cluster[1,1,1024]", "train.py"), timeout=SESSION_SECONDS)
     assert done.returncode == 2
     assert done.stderr.startswith("error: Spark has 1 slot for tasks, and 2 workers are needed.\n")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_executors_come_when_workers_wait_for_them(box: Box) -> None:
+    """Dynamic allocation: Spark has nobody until there is a job, and a run is one."""
+    box.write("train.py", "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
+    small_cluster(box)
+    settings = {"enabled": "true", "shuffleTracking.enabled": "true", "minExecutors": "0", "initialExecutors": "0"}
+    options = [word for name, value in settings.items() for word in ("-o", f"engine.{ALLOCATION}.{name}={value}")]
+    done = box.run(*on_spark("local-cluster[2,1,1024]", *options, "train.py"), timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert "Spark has 0 slots for tasks, and 2 are wanted" in done.stderr
+    assert [box.log(rank) for rank in range(2)] == ["rank 0 of 2\n", "rank 1 of 2\n"]
 
 
 def small_cluster(box: Box) -> None:

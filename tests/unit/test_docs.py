@@ -127,3 +127,22 @@ def test_decisions_are_numbered_and_have_their_four_parts():
 def test_examples_that_pages_name_exist():
     for path in set(re.findall(r"examples/\w+\.py", EVERYTHING)):
         assert (ROOT / path).exists(), path
+
+
+def test_the_manifest_for_kuberay_is_one():
+    """Kubernetes would say so late. What is named in it is what the text and the package say."""
+    yaml = pytest.importorskip("yaml")
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", DOCS["docs/clusters.md"], re.MULTILINE | re.DOTALL)
+    job = yaml.safe_load(text)
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    cluster = job["spec"]["rayClusterSpec"]
+    head, (workers,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+    assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
+    for group in (head, workers):
+        pod = group["template"]["spec"]
+        mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+    command = job["spec"]["entrypoint"].split()
+    assert command[:2] == ["shoal", "run"]
+    assert command[-1].startswith(head["template"]["spec"]["containers"][0]["volumeMounts"][0]["mountPath"])
+    assert f"ray=={cluster['rayVersion']}" in (ROOT / "constraints.txt").read_text().split()

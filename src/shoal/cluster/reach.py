@@ -6,12 +6,11 @@ import os
 import socket
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+from shoal.engine.ways import TRY_SECONDS, try_places
 from shoal.spec.errors import UserError
 
-TRY_SECONDS = 4.0
 _SIOCGIFADDR = 0x8915
 _LISTENING = "0A"
 
@@ -91,20 +90,8 @@ def connect(address: str, port: int, timeout_seconds: float, otherwise: str) -> 
 
 def try_ports(address: str, ports: Iterable[int], timeout_seconds: float = TRY_SECONDS) -> dict[int, str]:
     """Connect to ports at once; returns what was wrong with each that could not be reached."""
-    ports = list(ports)
-    with ThreadPoolExecutor(max_workers=max(1, len(ports))) as pool:
-        told = pool.map(lambda port: _try_port(address, port, timeout_seconds), ports)
-    return {port: what for port, what in zip(ports, told, strict=True) if what}
-
-
-def _try_port(address: str, port: int, timeout_seconds: float) -> str:
-    try:
-        socket.create_connection((address, port), timeout_seconds).close()
-    except TimeoutError:
-        return f"no answer within {timeout_seconds:.0f} s, as if a firewall dropped it"
-    except OSError as error:
-        return (error.strerror or str(error)).lower()
-    return ""
+    told = try_places([(address, port) for port in ports], timeout_seconds)
+    return {port: what for (_, port), what in told.items()}
 
 
 @contextlib.contextmanager

@@ -53,6 +53,8 @@ def tell_world(run: RunInfo, events: Sequence[Event], now: float) -> dict[str, A
 
 def severity(event: Event) -> str:
     """`bad`, `good` or `note` for what is marked; empty for the rest."""
+    if event.kind == "alert" and event.data.get("is_resolved") is True:
+        return "good"
     if event.kind == "alert":
         return "note" if event.data.get("severity") in ("info", "note") else "bad"
     if event.kind == "worker_exited":

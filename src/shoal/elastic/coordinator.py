@@ -45,6 +45,8 @@ class Coordinator:
             "called": self._called,
             "idle": self._idle,
             "aside": self._aside,
+            "recording": self._recording,
+            "recorded": self._recorded,
         }
 
     @property
@@ -164,6 +166,14 @@ class Coordinator:
             return []
         self.state = membership.entered(self.state, process.id)
         return self._settle(now)
+
+    def _recording(self, process: Process, data: Mapping[str, Any], now: float) -> list[Decision]:
+        self.detector.recording.add(process.id)
+        return []
+
+    def _recorded(self, process: Process, data: Mapping[str, Any], now: float) -> list[Decision]:
+        self.detector.recording.discard(process.id)
+        return []
 
     def _waiting(self, process: Process, data: Mapping[str, Any], now: float) -> list[Decision]:
         if not self._is_of_now(process, data):

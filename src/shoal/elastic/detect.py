@@ -79,6 +79,8 @@ class Detector:
     gaps: Limit = field(default_factory=lambda: Limit(floor=SILENCE_FLOOR, unknown=SILENCE_UNKNOWN))
     steps: Recent = field(default_factory=Recent)
     heard: dict[str, Heard] = field(default_factory=dict)
+    recording: set[str] = field(default_factory=set)
+    """Members whose silence means little: a profiler that begins or ends lets no other thread run meanwhile."""
 
     def beat(self, member: str, step: int, now: float) -> None:
         """A sign of life, with the number of steps the member has behind it."""
@@ -110,6 +112,7 @@ class Detector:
 
     def forget(self, member: str) -> None:
         self.heard.pop(member, None)
+        self.recording.discard(member)
 
     def settled(self) -> None:
         """A new World: complaints about the old one are void, and the first step takes what it takes."""
@@ -149,6 +152,7 @@ class Detector:
 
     def _judge(self, member: str, since: float, by: tuple[str, ...], now: float, hung: float) -> Suspect:
         silent, limit = self.silence(member, now), self.gaps.seconds(now)
+        limit = max(limit, HUNG_SECONDS) if member in self.recording else limit
         is_frozen = silent > limit
         known = self.heard.get(member)
         if known is not None and not is_frozen:  # whoever takes steps is slow, and does not hang

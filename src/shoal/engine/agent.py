@@ -18,10 +18,12 @@ from typing import Any
 import msgspec
 
 from shoal.engine.engine import Listener
+from shoal.engine.entry import script_of
 from shoal.engine.env import given_gpus, leave_mpirun
 from shoal.engine.local import LocalEngine
 from shoal.engine.machine import available_cores, available_memory_bytes, interfaces
 from shoal.engine.ports import ReservedPorts
+from shoal.engine.ways import Bell, try_places
 from shoal.engine.wire import Invitation, Line, Refused, call_launcher
 from shoal.spec.errors import UserError
 from shoal.spec.job import WorkerSpec
@@ -79,6 +81,7 @@ class Agent:
         self._moved = moved
         self._num_slots = num_slots
         self._ports = ReservedPorts(2 * num_slots)
+        self._bell = Bell()
         listener = Listener(
             output=lambda rank, data: self.say("output", rank, data),
             control=lambda rank, text: self.say("control", rank, text),
@@ -103,6 +106,7 @@ class Agent:
             "signal": self._signal,
             "spare": self._keep_spare,
             "stacks": self._take_stacks,
+            "try": self._try_ways,
             "stop": self._stop,
             "beat": self._tell_time,
             "end": self._end,
@@ -116,6 +120,7 @@ class Agent:
             "interface": interfaces().get(address, "lo"),
             "num_slots": self._num_slots,
             "ports": self._ports.numbers,
+            "bell": self._bell.port,
             "cores": available_cores(),
             "memory": available_memory_bytes(),
             "gpus": given_gpus(),
@@ -154,6 +159,7 @@ class Agent:
                 self.say("exit", end.rank, end.code, end.result)
         else:
             time.sleep(0.01)
+        self._bell.silence()
         heard = self._line.num_heard_bytes
         for kind, *arguments in self._line.receive():
             self._acts[kind](*arguments)
@@ -166,12 +172,13 @@ class Agent:
         self._engine.stop(0.0)
         self._engine.close()
         self._ports.close()
+        self._bell.close()
         self._line.close()
 
     def say(self, *message: Any) -> None:
         """Tell the launcher: at once what it waits for, the rest with the next beat."""
         self._line.put(list(message))
-        if message[0] in ("hello", "control", "exit", "started", "clock"):
+        if message[0] in ("hello", "control", "exit", "started", "tried", "clock"):
             with contextlib.suppress(OSError):  # `run` finds out by itself, and the engine is in the middle of things
                 self._line.flush()
 
@@ -179,7 +186,7 @@ class Agent:
         try:
             workers = [_read_spec(each, self._moved) for each in specs]
             for worker in workers:
-                check_folder(worker)
+                check_files(worker)
             self._engine.start(workers)
         except UserError as error:
             self.say("refused", number, error.message, error.why, error.hint)
@@ -207,6 +214,12 @@ class Agent:
     def _take_stacks(self, number: int, run_dir: str, reason: str, working_dir: str) -> None:
         taken = self._engine.take_stacks(run_dir, reason, move(working_dir, self._moved))
         self.say("stacks", number, [asdict(stack) for stack in taken.values()])
+
+    def _try_ways(self, number: int, places: list[tuple[str, int]]) -> None:
+        """Connect to bells of others. Takes seconds where something is in the way."""
+        failed = try_places([(address, port) for address, port in places])
+        here = self._line.address
+        self.say("tried", number, [[here, address, port, why] for (address, port), why in failed.items()])
 
     def _stop(self, number: int, grace_seconds: float) -> None:
         """Ask workers to end. We go on as before, so that they are heard, until they have, or had their time."""
@@ -243,14 +256,21 @@ def move(path: str, moved: tuple[str, str] | None) -> str:
     return here + path[len(there) :] if path == there or path.startswith(there + os.sep) else path
 
 
-def check_folder(worker: WorkerSpec) -> None:
-    """Raise UserError where the folder of a worker is not on this machine."""
+def check_files(worker: WorkerSpec) -> None:
+    """Raise UserError where the folder of a worker, or its script, is not on this machine."""
+    script = script_of(worker.command)
+    path = os.path.join(worker.working_dir, script) if script else ""
     if not os.path.isdir(worker.working_dir):
-        raise UserError(
-            f"Worker {worker.rank} could not be started on {socket.gethostname()}.",
-            why=f"there is no folder {worker.working_dir} on that machine",
-            hint="keep the script and its data in a folder that all machines share, or copy it to each of them",
-        )
+        missing = f"folder {worker.working_dir}"
+    elif path and not os.path.exists(path):
+        missing = f"script {path}"
+    else:
+        return
+    raise UserError(
+        f"Worker {worker.rank} could not be started on {socket.gethostname()}.",
+        why=f"there is no {missing} on that machine",
+        hint="keep the script and its data in a folder that all machines share, or copy it to each of them",
+    )
 
 
 def versions() -> dict[str, str]:

@@ -13,7 +13,7 @@ class Berth:
     """One agent: `num_slots` workers can be with it. Several agents may be on one node, and then share its cores.
 
     `order` is the place of its node among those of the run. `ports` holds two for each slot. `gpus` are those that
-    were given to this agent alone.
+    were given to this agent alone. At `bell` others can try whether they reach its machine.
     """
 
     agent: str
@@ -26,6 +26,7 @@ class Berth:
     cores: int
     memory: int | None = None
     gpus: tuple[str, ...] = ()
+    bell: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,12 @@ def command_of(
     return (python, WORKER_FILE, CONTROL_FD, WORLD_FD if is_elastic else "", str(rank), stacks_path, *entry)
 
 
+def script_of(command: Sequence[str]) -> str:
+    """The script in the command line of a worker, as it was named; empty where it runs something else."""
+    kind, *rest = command[6:] if WORKER_FILE in command[1:2] else ("",)
+    return rest[0] if kind in ("script", "program") and rest else ""
+
+
 def stacks_file(run_dir: str, rank: int) -> str:
     """Where a worker writes its stacks when it is asked for them."""
     return os.path.join(run_dir, "stacks", f"{rank}.txt")

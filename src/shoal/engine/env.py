@@ -291,6 +291,11 @@ def has_ray_token() -> bool:
     return bool(os.environ.get("RAY_AUTH_TOKEN")) or os.path.isfile(path)
 
 
+def has_ray_tls() -> bool:
+    """Whether Ray is to speak TLS, as it reads that itself."""
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+
+
 def inherited_env() -> dict[str, str]:
     """The environment of this process, for workers to build on."""
     return dict(os.environ)

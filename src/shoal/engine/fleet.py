@@ -18,6 +18,7 @@ from shoal.engine.clock import ClockReadings
 from shoal.engine.door import Door
 from shoal.engine.engine import Listener, ignore
 from shoal.engine.log import Log
+from shoal.engine.ways import TRY_SECONDS, Blocked, no_way, ways_to_try
 from shoal.engine.wire import Invitation, Line, Refused
 from shoal.spec.errors import UserError
 from shoal.spec.job import Seat, WorkerExit, WorkerSpec
@@ -36,6 +37,8 @@ STOP_SECONDS = 4.0
 PATIENCE_SECONDS = 3.0
 """An elastic run that could begin waits so long for the rest of its machines."""
 COME_SECONDS = 5.0
+FIRST_WORD_SECONDS, WORD_SECONDS = 1.0, 8.0
+"""When whoever waits for machines is told what is missing, and how often then."""
 GROUND_SECONDS = 0.25
 """How often the ground is looked at."""
 MAX_UNREAD_BYTES = 8 << 20
@@ -58,8 +61,11 @@ class Ground(Protocol):
         """Have agents come for so many workers, at least `least`. Does not wait; raises UserError where none can."""
         ...
 
-    def look(self) -> None:
-        """See to agents that are due or gone; called often. Raises UserError where those needed will never come."""
+    def look(self) -> Sequence[UserError]:
+        """See to agents that are due or gone; called often. Returns what keeps away those that are not needed.
+
+        Raises UserError where those needed will never come.
+        """
         ...
 
     def waiting_for(self) -> str:
@@ -138,6 +144,8 @@ class Fleet:
         self._workers: dict[int, _Worker] = {}
         self._slots: dict[int, Slot] = {}
         self._seats: dict[int, Seat] = {}
+        self._known: set[str] = set()
+        self._told: set[str] = set()
         self._is_elastic = self._is_gathered = self._has_started = False
         self._is_listening = False
         self._late: list[tuple[_Agent, list[Any]]] = []
@@ -162,6 +170,7 @@ class Fleet:
             slots = self._find_slots(running, new, least - (len(ranks) - len(new)))
             if not running:
                 check_memory(self._berths(), slots)
+            self._check_ways([*running.values(), *slots.values()])
             self._slots |= slots
             seats |= self._new_seats(slots, seats)
             self._seats |= seats
@@ -173,6 +182,26 @@ class Fleet:
         there = {berth.agent for berth in berths}
         running = {rank: worker.slot for rank, worker in self._workers.items() if worker.slot.agent in there}
         return seats_of(berths, {**running, **slots}, is_elastic=self._is_elastic, held=held)
+
+    def _check_ways(self, slots: Sequence[Slot]) -> None:
+        """Raise UserError where machines that are new to the run and the others do not reach each other.
+
+        Workers would wait for minutes, and say little. What works costs a moment.
+        """
+        used = {slot.agent for slot in slots}
+        by_address = {berth.address: berth for berth in self._berths() if berth.agent in used}
+        ways = ways_to_try([(berth.address, berth.bell) for berth in by_address.values()], self._known)
+        reply, number = self._new_question([by_address[address].agent for address in ways])
+        for address, places in ways.items():
+            if (agent := self._find(by_address[address].agent)) is not None:
+                self._send(agent, ["try", number, places])
+        self._await_reply(number, TRY_SECONDS + 2.0)
+        if blocked := [Blocked(start=s, end=e, port=p, why=why) for told in reply.values for s, e, p, why in told]:
+            for agent in [each for each in self._agents if each.berth and each.berth.address not in self._known]:
+                if self._has_started:  # they take no part now, and are asked for again later
+                    self._hang_up(agent, EOFError())
+            raise no_way(blocked)
+        self._known |= by_address.keys()
 
     def _find_slots(self, running: Mapping[int, Slot], ranks: Sequence[int], least: int) -> dict[int, Slot]:
         """Free slots for these workers. Agents that were asked for may be on their way: they get a moment."""
@@ -216,17 +245,17 @@ class Fleet:
     def _await_room(self, least: int) -> None:
         """Wait until there are slots for all workers there may ever be, or for enough and no more come soon."""
         began = time.monotonic()
-        told_at = began + 1.0
+        told_at = began + FIRST_WORD_SECONDS
         while (self.room or 0) < self._num_slots:
             self._wait(0.1)
             if self._should_stop():
                 raise KeyboardInterrupt
-            self._ground.look()
+            self._tell_once(self._ground.look())
             now = time.monotonic()
             if (self.room or 0) >= least and now > began + PATIENCE_SECONDS:
                 return
             if now > told_at:
-                told_at += 10.0
+                told_at += WORD_SECONDS
                 self._listener.problem(f"waiting for machines: {self._ground.waiting_for()}")
 
     def _add_agent(self, line: Line) -> None:
@@ -394,8 +423,16 @@ class Fleet:
         self._look_at_silence()
         if self._is_gathered and time.monotonic() >= self._ground_due:
             self._ground_due = time.monotonic() + GROUND_SECONDS
-            with contextlib.suppress(UserError):  # those that run go on, whatever the ground says of others
-                self._ground.look()
+            try:
+                self._tell_once(self._ground.look())
+            except UserError as error:  # those that run go on, whatever the ground says of others
+                self._tell_once([error])
+
+    def _tell_once(self, errors: Sequence[UserError]) -> None:
+        for text in [f"{error.message} {error.why}".strip() for error in errors]:
+            if text not in self._told:
+                self._told.add(text)
+                self._listener.problem(text)
 
     def _send(self, agent: _Agent, message: list[Any]) -> None:
         """Send without ever waiting; what the network does not take now goes when it does."""
@@ -442,7 +479,7 @@ class Fleet:
                 worker = self._workers.get(facts[0])
                 if worker is not None and worker.agent is agent:
                     self._act_for(worker, kind, *facts[1:])
-            case "started" | "stacks" | "stopped" | "refused":
+            case "started" | "stacks" | "tried" | "stopped" | "refused":
                 self._answer(agent, kind, *facts)
             case "clock":
                 self._read_clock(agent, *facts)
@@ -498,6 +535,7 @@ class Fleet:
             cores=facts["cores"],
             memory=facts["memory"],
             gpus=tuple(facts["gpus"]),
+            bell=facts["bell"],
         )
         for other in [each for each in self._agents if each is not agent and each.name == agent.name]:
             self._hang_up(other, EOFError())  # one that comes in its place knows that it is gone, or will be

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import tempfile
 import time
@@ -16,7 +17,7 @@ from shoal.spec.errors import UserError
 
 AGENT = ("-m", "shoal.engine.agent")
 """Arguments of a Python that is to be an agent; it reads its invitation from its input."""
-COME_SECONDS = 10.0
+COME_SECONDS = 7.0
 """An agent that has not come by then is asked about."""
 HUNG_SECONDS = 60.0
 """A command that has not brought one by then will not: it is ended, and tried again."""
@@ -75,8 +76,8 @@ class HostsGround:
         for each in self._started:
             self._start(each)
 
-    def look(self) -> None:
-        now = time.monotonic()
+    def look(self) -> Sequence[UserError]:
+        now, kept_away = time.monotonic(), []
         for each in self._started:
             if each.process is None and each.due and now >= each.due:
                 self._start(each)
@@ -86,10 +87,14 @@ class HostsGround:
                 self._end(each)
                 self._later(each)
         for each in gone:
+            has_come = _has_come(each)
             why = self._end(each)
             self._later(each)
             if self._num_slots() < self._least:
                 raise _cannot_reach(each.host.name, why)
+            if why and not has_come:
+                kept_away.append(_cannot_reach(each.host.name, why))
+        return kept_away
 
     def waiting_for(self) -> str:
         now = time.monotonic()
@@ -97,7 +102,16 @@ class HostsGround:
             e for e in self._started if e.process is not None and now - e.since > COME_SECONDS and not _has_come(e)
         ]
         waiting = [each.host.name for each in self._started if each.process is None] + [e.host.name for e in late]
-        return f"no agent from {', '.join(waiting)}" if waiting else "agents are starting"
+        if not waiting:
+            return "agents are starting"
+        return (
+            f"no agent from {', '.join(waiting)} yet: its machine does not answer, or a firewall keeps it from "
+            f"{self.host}, port {self._port} (the launcher) or those of the command that starts it"
+        )
+
+    @property
+    def _port(self) -> int:
+        return self._invitation.port if self._invitation is not None else 0
 
     def replace(self, agent: str) -> None:
         each = next(each for each in self._started if str(each.order) == agent)
@@ -159,9 +173,7 @@ class HostsGround:
         said = each.errors.read()[-MAX_ERROR_BYTES:].decode("utf-8", "replace").strip()
         each.errors.close()
         each.process = each.errors = None
-        # After what went wrong mpirun writes pages about what that means, between lines of dashes.
-        lines = [line for line in said.partition("\n-----")[0].splitlines() if line != CONNECTED]
-        return "\n".join(lines[-8:])
+        return first_words(said)
 
     def _later(self, each: _Started) -> None:
         now = time.monotonic()
@@ -169,6 +181,12 @@ class HostsGround:
             each.pause = FIRST_PAUSE
         each.due = now + each.pause
         each.pause = min(LONGEST_PAUSE, 2 * each.pause)
+
+
+def first_words(said: str) -> str:
+    """What went wrong. After it mpirun writes pages about what that means, between lines of dashes. Pure."""
+    parts = [part.strip() for part in re.split(r"^-{5,}$", said.replace(CONNECTED, ""), flags=re.MULTILINE)]
+    return "\n".join(next(filter(None, parts), "").splitlines()[-8:])
 
 
 def _has_come(each: _Started) -> bool:

@@ -13,7 +13,8 @@ from typing import Any
 
 from shoal.engine.agent import serve
 from shoal.engine.clusters import find_cluster
-from shoal.engine.env import has_ray_token, leave_ray, set_all, set_defaults
+from shoal.engine.env import has_ray_tls, has_ray_token, leave_ray, set_all, set_defaults
+from shoal.engine.greeting import GRPC, Greeting, greet
 from shoal.engine.machine import route_to
 from shoal.engine.wire import Invitation
 from shoal.spec.errors import UserError
@@ -133,7 +134,7 @@ def import_ray() -> Any:
 
 def _connect(ray: Any, address: str | None, more: Mapping[str, str]) -> None:
     if address is not None and address not in ("local", "auto"):
-        probe(address)
+        probe(address, greeting=GRPC)
     try:
         ray.init(address or "auto", log_to_driver=False, logging_level="ERROR", namespace="shoal", **more)
     except ConnectionError as error:
@@ -142,15 +143,18 @@ def _connect(ray: Any, address: str | None, more: Mapping[str, str]) -> None:
         raise _refused(address, str(error)) from error
 
 
-def probe(address: str, usual_port: int = 10001) -> None:
-    """Raise UserError unless somebody listens there: Ray itself would try for minutes."""
+def probe(address: str, usual_port: int = 10001, *, greeting: Greeting | None = None) -> None:
+    """Raise UserError unless somebody listens there, and answers a greeting: Ray itself would try for minutes."""
     place = urllib.parse.urlsplit(address if "//" in address else f"//{address}")
     try:
         host, port = place.hostname or "", place.port or usual_port
     except ValueError:
         raise UserError(f"--address {address!r} is not HOST:PORT.", hint="for example: `10.0.0.1:6379`") from None
     try:
-        socket.create_connection((host, port), timeout=PROBE_SECONDS).close()
+        if greeting is None:
+            socket.create_connection((host, port), timeout=PROBE_SECONDS).close()
+        elif wrong := greet(host, port, greeting, may_be_tls=has_ray_tls()):
+            raise no_cluster(address, f"{host}, port {port}: {wrong}")
     except OSError as error:
         raise no_cluster(address, f"{host}, port {port}: {error.strerror or error}") from error
 
@@ -221,8 +225,8 @@ class RayGround:
         for slot in self._slots:
             self._start(slot)
 
-    def look(self) -> None:
-        now = time.monotonic()
+    def look(self) -> Sequence[UserError]:
+        now, kept_away = time.monotonic(), []
         calls = {slot.call: slot for slot in self._slots if slot.call is not None}
         ended, _ = self._ray.wait(list(calls), num_returns=len(calls), timeout=0) if calls else ([], [])
         for call in ended:
@@ -231,12 +235,16 @@ class RayGround:
             slot.call = None
             if why is not None and slot.number < self._least:
                 raise why
+            if why is not None:
+                kept_away.append(why)
+                self._later(slot)
         for slot in self._slots:
             if slot.call is None and slot.due and now >= slot.due:
                 self._start(slot)
         if self._grow_until is not None and now > self._look_due:
             self._look_due = now + GROWTH_SECONDS
             self._see_to_growth(now > self._grow_until)
+        return kept_away
 
     def _see_to_growth(self, is_late: bool) -> None:
         """Withdraw what was asked for when all have their places, or in the end: what is in use is not taken away.
@@ -258,6 +266,9 @@ class RayGround:
                 self._ray.util.remove_placement_group(slot.group)
                 self._groups.remove(slot.group)
                 slot.group = self._new_group(1)
+        self._later(slot)
+
+    def _later(self, slot: _Slot) -> None:
         slot.due = time.monotonic() + slot.pause
         slot.pause = min(LONGEST_PAUSE, 2 * slot.pause)
 

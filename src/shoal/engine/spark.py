@@ -17,17 +17,17 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any
 
 from shoal.engine.agent import serve
+from shoal.engine.greeting import SPARK, greet
 from shoal.engine.machine import available_cores
 from shoal.engine.wire import Invitation
 from shoal.spec.errors import UserError
 
-PROBE_SECONDS = 5.0
 UNKNOWN_SECONDS, KNOWN_SECONDS = 10.0, 180.0
 """How long to wait for the next executor: where nobody says that one will come, and where Spark asked for them."""
 END_SECONDS = 2.0
@@ -80,7 +80,7 @@ def import_spark() -> Any:
 
 
 def probe(master: str) -> None:
-    """Raise UserError unless somebody listens at `spark://HOST:PORT,...`: Spark itself would try for a minute."""
+    """Raise UserError unless a master answers at `spark://HOST:PORT,...`: Spark itself would try for a minute."""
     if not master.startswith("spark://"):
         return
     problems = []
@@ -91,8 +91,10 @@ def probe(master: str) -> None:
                 f"--master {master!r} is not spark://HOST:PORT.", hint="for example: `spark://10.0.0.1:7077`"
             )
         try:
-            socket.create_connection((host, int(port)), timeout=PROBE_SECONDS).close()
-            return
+            wrong = greet(host, int(port), SPARK, may_be_tls=True)
+            if not wrong:
+                return
+            problems.append(f"{place}: {wrong}")
         except (OSError, OverflowError) as error:
             problems.append(f"{place}: {getattr(error, 'strerror', None) or error}")
     raise UserError(
@@ -231,17 +233,18 @@ class SparkGround:
             self._slots = [_Slot(number=number) for number in range(num_slots)]
             self._begin()
 
-    def look(self) -> None:
-        now = time.monotonic()
+    def look(self) -> Sequence[UserError]:
+        now, kept_away = time.monotonic(), []
         with _spark_may_be_gone():
             self._check_session()
             if not self._has_begun:
                 self._begin()
             for slot in self._slots:
                 if slot.job is not None and slot.job.isDone():
-                    self._end(slot)
+                    kept_away += self._end(slot)
                 elif slot.job is None and slot.due and now >= slot.due:
                     self._submit(slot)
+        return kept_away
 
     def waiting_for(self) -> str:
         with _spark_may_be_gone():
@@ -314,12 +317,13 @@ class SparkGround:
             context.setLocalProperty(_DESCRIPTION, described)
         slot.since, slot.due = time.monotonic(), 0.0
 
-    def _end(self, slot: _Slot) -> None:
-        """A job ended, with its agent. Raises UserError where those that are needed will end like this again."""
+    def _end(self, slot: _Slot) -> list[UserError]:
+        """A job ended, with its agent; returns why. Raises it where those needed will end like this again."""
         why = _why_ended(slot.job)
         self._later(slot)
         if why is not None and slot.number < self._least:
             raise why
+        return [] if why is None else [why]
 
     def _later(self, slot: _Slot) -> None:
         now = time.monotonic()

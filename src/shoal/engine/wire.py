@@ -22,6 +22,7 @@ import msgspec
 MAX_FRAME_BYTES = 2 << 30
 CODE_BYTES = 16
 HANDSHAKE_SECONDS = 10.0
+CONNECT_SECONDS = 5.0
 READ_BYTES = 1 << 18
 _HEAD = struct.Struct("!I")
 _HELLO = b"shoal-agent-1\n"
@@ -193,7 +194,7 @@ def call_launcher(invitation: Invitation, timeout_seconds: float = HANDSHAKE_SEC
     """
     token, nonce = invitation.token.encode(), os.urandom(32)
     deadline = time.monotonic() + timeout_seconds
-    connection = socket.create_connection((invitation.host, invitation.port), timeout=timeout_seconds)
+    connection = socket.create_connection((invitation.host, invitation.port), timeout=CONNECT_SECONDS)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         hello = _read(connection, len(_HELLO) + 32, deadline)

@@ -21,7 +21,9 @@ PROGRESS_SECONDS = 0.2
 OTHERS_PROGRESS_SECONDS = 1.0
 OFTEN_WORKERS = 16
 """Up to so many workers tell their progress as often as the lead does: all launchers have time for that."""
-TOLD_KINDS = frozenset(("error", "step_skipped", "replica_diverged", "checkpoint_failed", "fence_failed"))
+TOLD_KINDS = frozenset(
+    ("error", "step_skipped", "replica_diverged", "checkpoint_failed", "fence_failed", "recording", "recorded")
+)
 """Events that the launcher is to hear of at once."""
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from shoal.place.cluster import Cluster, Partition, Queued
 from shoal.place.decision import Decision, Place, Stop
 from shoal.place.fit import Finder, Spots
+from shoal.place.mix import mix_of
 from shoal.place.space import MILLI, Need, Space, need_of
 
 Held = dict[int, tuple[int, tuple[int, ...]]]
@@ -173,14 +174,18 @@ class Draft:
 
 def draft_of(cluster: Cluster) -> Draft:
     """The cluster as it is now, nothing exposed."""
-    asks = {job.ask: need_of(job.ask) for job in cluster.jobs}
+    asks = {ask: need_of(ask) for ask in {job.ask for job in cluster.jobs}}
     space = Space(cluster.nodes)
+    counts: dict[Need, int] = {}
+    for job in cluster.jobs:
+        counts[asks[job.ask]] = counts.get(asks[job.ask], 0) + job.min_workers
+    mix = mix_of(counts, cluster.nodes, space.kinds)
     names = {node.partition for node in cluster.nodes} | {job.partition for job in cluster.jobs}
     partitions = {name: cluster.partitions.get(name, Partition(name=name)) for name in sorted(names)}
     draft = Draft(
         cluster=cluster,
-        free=Finder(space, cluster.links),
-        reach=Finder(space, cluster.links),
+        free=Finder(space, mix, cluster.links),
+        reach=Finder(space, mix, cluster.links),
         jobs={job.id: job for job in cluster.jobs},
         needs={job.id: asks[job.ask] for job in cluster.jobs},
         partitions=partitions,
@@ -191,7 +196,7 @@ def draft_of(cluster: Cluster) -> Draft:
     for job in cluster.jobs:
         if job.allocation:
             draft.adopt(job)
-    draft.reach = Finder(space.copy(), cluster.links)
+    draft.reach = Finder(space.copy(), mix, cluster.links)
     space.changes.clear()
     draft.reach.masks, draft.reach.holders = draft.free.masks, draft.free.holders
     return draft

@@ -1,22 +1,26 @@
-"""Where workers go: best fit on cores, memory, GPUs and disk, near their data, over fast links, packed or spread."""
+"""Where workers go: where least is lost for what is usually asked for; near data, over fast links, or spread."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shoal.place.cluster import Cluster, Node, Partition, Queued
-from shoal.place.space import Bools, Ints, Need, Space, mask_of, need_of
+from shoal.place.mix import Floats, Mix
+from shoal.place.space import MILLI, Bools, Ints, Need, Space, mask_of, need_of
 from shoal.spec.errors import UserError
 
-Floats = NDArray[np.float64]
 Links = Mapping[tuple[str, str], float]
 Spots = dict[int, int]
 """Number of a node -> how many workers there."""
 
 DATA_WEIGHT = 4.0
 """A node that holds all of a job's data goes before every fit: copying takes longer than a gap costs."""
+
+SCARCE_WEIGHT = 0.5
+"""What a GPU costs that others ask for by its kind, against one that is lost."""
+FIT_WEIGHT = 0.001
+"""Best fit only decides between nodes that lose the same."""
 
 NEVER = np.inf
 MAX_SEEDS = 8
@@ -40,11 +44,13 @@ class Finder:
     """
 
     space: Space
+    mix: Mix | None = None
     links: Links = field(default_factory=dict)
     barred: set[int] = field(default_factory=set)
     rows: dict[tuple[Need, frozenset[str]], Row] = field(default_factory=dict)
     masks: dict[tuple[frozenset[str], frozenset[str]], Bools] = field(default_factory=dict)
     holders: dict[str, Bools] = field(default_factory=dict)
+    losses: tuple[Floats, int] | None = None
 
     def row(self, need: Need, zone: frozenset[str]) -> Row:
         """How every node fits this need, as of now. `zone` are the partitions it may use."""
@@ -53,13 +59,13 @@ class Finder:
         mask = self.mask(need.kinds, zone)
         if row is None or len(changes) - row.seen > len(mask) // 4:
             counts = np.where(mask, self.space.counts(need, slice(None)), 0)
-            row = Row(counts, np.where(counts > 0, self.score(need, slice(None)), NEVER), len(changes))
+            row = Row(counts, self._scores(need, np.arange(len(counts)), counts), len(changes))
             self.rows[need, zone] = row
         elif row.seen < len(changes):
-            at = np.array(changes[row.seen :], np.int64)
+            at = np.array(sorted(set(changes[row.seen :])), np.int64)
             counts = np.where(mask[at], self.space.counts(need, at), 0)
             row.counts[at] = counts
-            row.scores[at] = np.where(counts > 0, self.score(need, at), NEVER)
+            row.scores[at] = self._scores(need, at, counts)
             row.seen = len(changes)
         return row
 
@@ -71,8 +77,41 @@ class Finder:
             self.masks[kinds, zone] = found
         return found
 
-    def score(self, need: Need, at: Ints | slice) -> Floats:
-        """The lower the better: how much would be left, as parts of a full node. GPUs count most.
+    def _scores(self, need: Need, at: Ints, counts: Ints) -> Floats:
+        """How bad it would be to put one worker on each of these nodes; never where none has room."""
+        scores = np.full(len(at), NEVER)
+        able = np.flatnonzero(counts > 0)
+        if len(able):
+            scores[able] = self.score(need, at[able])
+        return scores
+
+    def score(self, need: Need, at: Ints) -> Floats:
+        """The lower the better, from -1 to 1: GPUs that one worker more would make useless for what usually comes.
+
+        Those that others ask for by their kind are spared, and among equals the best fit goes first.
+        """
+        fit = FIT_WEIGHT * self.fit(need, at)
+        if self.mix is None:
+            return fit
+        worse = self.mix.lost(self.space.rooms_after(need, at)) - self._lost()[at]
+        cost = (worse + SCARCE_WEIGHT * need.gpu * self.mix.scarce[self.space.kind[at]]) / MILLI
+        return np.asarray(cost / (1.0 + np.abs(cost)) + fit, np.float64)
+
+    def _lost(self) -> Floats:
+        """What is lost on every node as it is."""
+        assert self.mix is not None
+        changes = self.space.changes
+        if self.losses is None:
+            self.losses = self.mix.lost(self.space.rooms(slice(None))), len(changes)
+        lost, seen = self.losses
+        if seen < len(changes):
+            at = np.array(sorted(set(changes[seen:])), np.int64)
+            lost[at] = self.mix.lost(self.space.rooms(at))
+            self.losses = lost, len(changes)
+        return lost
+
+    def fit(self, need: Need, at: Ints | slice) -> Floats:
+        """How much would be left, as parts of a full node. GPUs count most.
 
         A worker without a GPU avoids nodes that have some free, so that no GPU is left without cores.
         """
@@ -83,7 +122,7 @@ class Finder:
             return np.asarray(2 * gpus + cores + memory, np.float64)
         if need.share:
             free = space.gpu[at]
-            left = np.where(free >= need.share, free - need.share, 1 << 20).min(axis=1) / 1000
+            left = np.where(free >= need.share, free - need.share, MILLI).min(axis=1) / MILLI
             return np.asarray(left + gpus + 0.25 * (cores + memory), np.float64)
         return np.asarray(2 * gpus + 0.25 * (cores + memory), np.float64)
 
@@ -107,7 +146,7 @@ class Finder:
         if favour is not None:
             scores = scores - favour
         if job.is_spread:
-            return _spread(counts, scores, workers)
+            return _spread(counts, self.fit(need, slice(None)), workers)
         if workers == 1 and not self.barred:
             at = int(scores.argmin()) if len(scores) else 0
             return {at: 1} if len(scores) and scores[at] < NEVER else None

@@ -1,4 +1,4 @@
-"""In which order jobs go: each policy is a function from what is to what is to be done; `fill` does the rest."""
+"""In which order jobs go: a policy is a function from what is to what is to be done; `fill_kinds` does the rest."""
 
 import heapq
 from collections.abc import Callable, Sequence
@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 
 from shoal.place.cluster import Cluster, Queued
 from shoal.place.decision import Decision
-from shoal.place.rules import USUAL, Rules, fill, tier_of
+from shoal.place.finish import finish_fair
+from shoal.place.goodput import most_goodput
+from shoal.place.kinds import fill_kinds
+from shoal.place.rules import USUAL, Rules, tier_of
 from shoal.place.waiting import seconds_left
 
 Policy = Callable[[Cluster], list[Decision]]
@@ -22,32 +25,33 @@ FIFO_RULES = Rules(patience_seconds=600.0, keep_seconds=1800.0)
 def first_come(cluster: Cluster, rules: Rules = FIFO_RULES) -> list[Decision]:
     """In the order they came; later ones fill gaps, and give them back to one that has waited `patience_seconds`."""
     order = sorted(cluster.jobs, key=lambda job: (job.submitted_at, job.id))
-    return fill(cluster, order, rules=rules, stops_peers=False)
+    return fill_kinds(cluster, order, rules=rules, stops_peers=False)
 
 
 def shortest_first(cluster: Cluster, rules: Rules = USUAL) -> list[Decision]:
     """The shortest that waits goes next; none is stopped for it. Of unknown length means last."""
-    return fill(cluster, sorted(cluster.jobs, key=_by_length), rules=rules, stops_peers=False)
+    return fill_kinds(cluster, sorted(cluster.jobs, key=_by_length), rules=rules, stops_peers=False)
 
 
 def shortest_remaining_first(cluster: Cluster, rules: Rules = USUAL) -> list[Decision]:
     """Run the jobs closest to done; stop those that would make them wait."""
-    return fill(cluster, sorted(cluster.jobs, key=_by_length), rules=rules)
+    return fill_kinds(cluster, sorted(cluster.jobs, key=_by_length), rules=rules)
 
 
 def least_attained_first(
     cluster: Cluster, rules: Rules = USUAL, thresholds: Sequence[float] = LAS_THRESHOLDS
 ) -> list[Decision]:
-    """Those who got least go first, in queues split at `thresholds` worker-seconds; in each as they came.
+    """Those who got least go first, in queues split at `thresholds` worker-seconds; in each the narrow, as they came.
 
-    Needs to know nothing about jobs: what runs long sinks, so short jobs pass.
+    Needs to know nothing about jobs: what runs long sinks, so short jobs pass. Of two that got alike, the one that
+    asks for less has less to do, for all that is known.
     """
 
-    def key(job: Queued) -> tuple[int, float, str]:
+    def key(job: Queued) -> tuple[int, float, float, str]:
         queue = sum(job.service_seconds >= threshold for threshold in thresholds)
-        return queue, job.submitted_at, job.id
+        return queue, job.min_workers * max(job.ask.gpus, 1.0), job.submitted_at, job.id
 
-    return fill(cluster, sorted(cluster.jobs, key=key), rules=rules)
+    return fill_kinds(cluster, sorted(cluster.jobs, key=key), rules=rules)
 
 
 def weighted_fair(cluster: Cluster, rules: Rules = USUAL) -> list[Decision]:
@@ -56,7 +60,7 @@ def weighted_fair(cluster: Cluster, rules: Rules = USUAL) -> list[Decision]:
     What an account does not use goes to the others and comes back when it wants it: those above their part are
     stopped for those below, when they are due.
     """
-    return fill(cluster, fair_order(cluster), rules=rules)
+    return fill_kinds(cluster, fair_order(cluster), rules=rules)
 
 
 POLICIES: dict[str, Policy] = {
@@ -65,6 +69,8 @@ POLICIES: dict[str, Policy] = {
     "srtf": shortest_remaining_first,
     "las": least_attained_first,
     "fair": weighted_fair,
+    "finish": finish_fair,
+    "goodput": most_goodput,
 }
 
 

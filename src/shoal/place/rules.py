@@ -12,7 +12,7 @@ A policy says in which order peers go. `fill` does the rest, and keeps these pro
 """
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -79,7 +79,7 @@ def fill(
     them needs it. With `stops_peers`, one that stands earlier stops peers behind it; without, only after it waited
     `patience_seconds`.
     """
-    walk = _Walk(cluster, order, rules, stops_peers)
+    walk = Walk(cluster, order, rules, stops_peers)
     walk.serve_owners()
     walk.serve_borrowers()
     walk.retry()
@@ -87,7 +87,7 @@ def fill(
     return walk.draft.decisions() + walk.waits()
 
 
-class _Walk:
+class Walk:
     """One decision being made. Short-lived; everything it knows comes from the cluster."""
 
     def __init__(self, cluster: Cluster, order: Sequence[Queued], rules: Rules, stops_peers: bool) -> None:
@@ -160,11 +160,13 @@ class _Walk:
                 if job.id not in self.draft.held:
                     self._serve(job, zones_of(job, self.draft.partitions)[1], may_stop=False)
 
-    def grow(self) -> None:
+    def grow(self, but: Container[str] = ()) -> None:
         """Give what is left to those who can use more: the smallest for its weight first, in pieces."""
         draft, now = self.draft, self.cluster.now
         heap = []
         for job in self.order:
+            if job.id in but:
+                continue
             workers = draft.num_workers(job.id) if job.max_workers > job.min_workers else 0
             can_change = not job.allocation or (job.is_elastic and now - job.changed_at >= self.rules.grow_seconds)
             if workers and workers < job.max_workers and can_change:

@@ -37,6 +37,17 @@ def need_of(ask: Ask) -> Need:
     return Need(-int(-ask.cores * MILLI // 1), ask.memory_bytes, ask.disk_bytes, whole, share, ask.kinds)
 
 
+@dataclass(frozen=True, slots=True)
+class Rooms:
+    """What some nodes have free, row by row: as they are, or as they would be."""
+
+    cores: Ints
+    memory: Ints
+    disk: Ints
+    gpu: Ints
+    kind: Ints
+
+
 class Space:
     """Room on the nodes. `take` and `give_back` change it; what changed is in `changes`, so that others can follow.
 
@@ -55,6 +66,9 @@ class Space:
         self.gpu: Ints = np.where(np.arange(width)[None, :] < self.num_gpus[:, None], MILLI, 0).astype(np.int64)
         self.whole: Ints = self.num_gpus.copy()
         self.gpu_sum: Ints = self.num_gpus * MILLI
+        self.kinds = sorted({node.kind for node in nodes})
+        number = {kind: at for at, kind in enumerate(self.kinds)}
+        self.kind: Ints = np.array([number[node.kind] for node in nodes], np.int64)
         self.tops = tuple(max(int(v.max(initial=0)), 1) for v in (self.cores, self.memory, self.gpu_sum))
         self.changes: list[int] = []
 
@@ -62,6 +76,7 @@ class Space:
         """Another one with the same room, whose changes begin from here."""
         other = object.__new__(Space)
         other.nodes, other.index, other.num_gpus, other.tops = self.nodes, self.index, self.num_gpus, self.tops
+        other.kinds, other.kind = self.kinds, self.kind
         other.cores, other.memory, other.disk = self.cores.copy(), self.memory.copy(), self.disk.copy()
         other.gpu, other.whole, other.gpu_sum = self.gpu.copy(), self.whole.copy(), self.gpu_sum.copy()
         other.changes = []
@@ -84,6 +99,27 @@ class Space:
             return np.full(len(self.cores[at]), PLENTY, np.int64)
         # Nodes can be overbooked where their size was lowered under running jobs.
         return np.maximum(room, 0)
+
+    def rooms(self, at: Ints | slice) -> Rooms:
+        """What these nodes have free now."""
+        return Rooms(self.cores[at], self.memory[at], self.disk[at], self.gpu[at], self.kind[at])
+
+    def rooms_after(self, need: Need, at: Ints | slice) -> Rooms:
+        """What these nodes would have free with one worker more, on the devices that `pick_devices` would choose.
+
+        There must be room for it on each of them.
+        """
+        gpu = self.gpu[at]
+        if need.whole:
+            is_empty = gpu == MILLI
+            gpu = np.where(is_empty & (is_empty.cumsum(axis=1) <= need.whole), 0, gpu)
+        elif need.share:
+            gpu = gpu.copy()
+            fullest = np.where(gpu >= need.share, gpu, PLENTY).argmin(axis=1)
+            gpu[np.arange(len(gpu)), fullest] -= need.share
+        return Rooms(
+            self.cores[at] - need.cores, self.memory[at] - need.memory, self.disk[at] - need.disk, gpu, self.kind[at]
+        )
 
     def pick_devices(self, at: int, need: Need, workers: int) -> tuple[int, ...]:
         """The best fitting devices for so many workers on one node: the fullest that has room for each."""

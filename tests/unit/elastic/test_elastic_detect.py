@@ -23,9 +23,11 @@ def warmed_up(step_seconds: float) -> tuple[Detector, float]:
     return detector, now
 
 
-def seconds_to_find(step_seconds: float) -> float:
+def seconds_to_find(step_seconds: float, *, is_recording: bool = False) -> float:
     """From the freezing of a member until it is named; its peers do what workers do."""
     detector, frozen_at = warmed_up(step_seconds)
+    if is_recording:
+        detector.recording.add("0.0")
     patience = Patience()
     for step in range(60):
         patience.waited(0.2 * step_seconds, step * step_seconds)
@@ -46,6 +48,10 @@ def seconds_to_find(step_seconds: float) -> float:
 @pytest.mark.parametrize("step_seconds", [0.01, 0.1, 0.3])
 def test_a_frozen_member_is_found_within_two_seconds(step_seconds):
     assert seconds_to_find(step_seconds) <= 2.0
+
+
+def test_one_that_is_being_profiled_may_be_silent_for_longer_but_not_for_ever():
+    assert 8.0 < seconds_to_find(0.1, is_recording=True) <= 12.0
 
 
 def overloaded_gap(source: random.Random) -> float:

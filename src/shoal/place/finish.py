@@ -1,0 +1,56 @@
+"""Finish-time fair: everyone is slowed down alike by sharing, and the whole is done as early as it can be."""
+
+import math
+
+from shoal.place.cluster import Cluster, Queued
+from shoal.place.decision import Decision
+from shoal.place.kinds import fill_kinds, outlook, speeds_of
+from shoal.place.rules import Rules
+from shoal.place.waiting import seconds_left
+
+FINISH_RULES = Rules(patience_seconds=math.inf)
+"""Waiting raises a job's slowdown and so its place: no patience is needed on top."""
+
+GUESS_SECONDS = 900.0
+"""What a job of unknown length is said to need, until it has run for longer: then as much again as it ran."""
+
+LENGTH_POWER = 0.9
+"""Below one, jobs twice as long may be slowed down a little less than alike: they are the ones that end last."""
+
+RUNNING_BONUS = 1.1
+"""How much further behind a waiting job must be, to go before a running one: turns for nothing cost restarts."""
+
+LAST_PART = 0.95
+"""A job that needs so much of the time until all could be done goes first: later it would be what all wait for."""
+
+
+def finish_fair(cluster: Cluster, rules: Rules = FINISH_RULES) -> list[Decision]:
+    """Who is furthest behind goes first: slowdown is time since it was submitted, with what is left, by what it needs
+    alone. Before them, jobs so long that the end of all would wait for them.
+
+    Uses `remaining_seconds` (or time limits). Of unknown length: said to need as long again as it ran.
+    """
+    left = {job.id: _left(job) for job in cluster.jobs}
+    end, lengths = outlook(cluster, left)
+
+    def key(job: Queued) -> tuple[bool, float, float, str]:
+        need = left[job.id]
+        alone = max(_done(cluster, job) + need, 1.0)
+        behind = (cluster.now - job.submitted_at + need) / alone**LENGTH_POWER
+        bonus = RUNNING_BONUS if job.allocation else 1.0
+        return lengths[job.id] < LAST_PART * end, -behind * bonus * max(job.weight, 1e-9), job.submitted_at, job.id
+
+    return fill_kinds(cluster, sorted(cluster.jobs, key=key), rules=rules)
+
+
+def _left(job: Queued) -> float:
+    known = seconds_left(job)
+    return max(job.run_seconds, GUESS_SECONDS) if known is None else known
+
+
+def _done(cluster: Cluster, job: Queued) -> float:
+    """How long it would have taken for what it did on the nodes that suit it best."""
+    if job.rate is None or not job.kind_seconds:
+        return job.run_seconds
+    speeds = speeds_of(cluster, job)
+    return sum(seconds * speeds.get(kind, 1.0) for kind, seconds in job.kind_seconds.items())

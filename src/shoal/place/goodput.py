@@ -1,0 +1,185 @@
+"""The goodput policy: who is closest to its end goes first, and elastic jobs have the sizes that pay.
+
+Classes, priorities, caps, gangs and stops are those of all policies (`rules.Walk`). What is its own: elastic jobs
+are made larger, smaller or moved as `sizing` says, before the others are served.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from shoal.place.cluster import Cluster, Queued
+from shoal.place.decision import Decision
+from shoal.place.kinds import fill_kinds
+from shoal.place.rules import Rules, Walk, tier_of
+from shoal.place.sizing import USUAL_TUNING, Member, Tuning, choose_sizes, member_of, urgency_of
+from shoal.place.waiting import seconds_left
+
+GOODPUT_RULES = Rules()
+
+
+def most_goodput(cluster: Cluster, rules: Rules = GOODPUT_RULES, tuning: Tuning = USUAL_TUNING) -> list[Decision]:
+    """Elastic jobs get the workers that they make most of, those who are soon done first; the others as in `las`.
+
+    A job is soon done if little is left of it; where nobody knows that, if it got little so far.
+    """
+    kinds = {node.kind for node in cluster.nodes}
+    cluster = replace(cluster, jobs=tuple(_where_able(job, kinds) for job in cluster.jobs))
+    order = sorted(cluster.jobs, key=lambda job: (_expected_left(job, tuning), job.submitted_at, job.id))
+    if not any(job.is_elastic for job in order):
+        return fill_kinds(cluster, order, rules=rules)
+    walk = Walk(cluster, order, rules, stops_peers=True)
+    shaped: set[str] = set()
+    for members in _groups(walk):
+        shaped |= _shape(walk, members, tuning)
+    walk.serve_owners()
+    walk.serve_borrowers()
+    walk.retry()
+    walk.grow(but=shaped)
+    return walk.draft.decisions() + walk.waits()
+
+
+def _where_able(job: Queued, kinds: Collection[str]) -> Queued:
+    """The job with the kinds of nodes on which it gets anything done, where that is not all of them."""
+    if job.rate is None or len(kinds) < 2:
+        return job
+    able = frozenset(kind for kind in job.ask.kinds or kinds if job.rate(kind, 1, 1) > 0.0)
+    return replace(job, ask=replace(job.ask, kinds=able)) if 0 < len(able) < len(kinds) else job
+
+
+def _expected_left(job: Queued, tuning: Tuning) -> float:
+    left = seconds_left(job)
+    if left is not None:
+        return left * max(job.max_workers, 1)
+    return tuning.lindy * job.service_seconds + tuning.fresh_seconds
+
+
+def _groups(walk: Walk) -> Iterator[list[Queued]]:
+    """Jobs that can be given each other's workers: of one tier, partition and ask; the highest tier first."""
+    draft = walk.draft
+    groups: dict[object, list[Queued]] = {}
+    for job in walk.order:
+        if not job.is_elastic or not job.is_preemptible or job.blocked_by:
+            continue
+        if job.allocation and job.rate is None:
+            continue
+        if job.job_class not in draft.partitions[job.partition].classes:
+            continue
+        nodes = draft.free.space.nodes
+        held = draft.held.get(job.id, {})
+        if any(nodes[at].is_draining or nodes[at].partition != job.partition for at in held):
+            continue
+        groups.setdefault((tier_of(job), job.partition, job.ask), []).append(job)
+    yield from groups.values()
+
+
+def _shape(walk: Walk, jobs: Sequence[Queued], tuning: Tuning) -> set[str]:
+    """Give these jobs their sizes in the draft; returns who they are."""
+    draft = walk.draft
+    first = jobs[0]
+    zone, need = frozenset({first.partition}), draft.needs[first.id]
+    row = draft.free.row(need, zone)
+    mask = draft.free.mask(need.kinds, zone)
+    per_node, kind = _usual_node(walk, first, mask)
+    if not per_node:
+        return set()
+    room = int(row.counts.sum()) + sum(draft.num_workers(job.id) for job in jobs)
+    room -= _reserved(walk, jobs, int(row.counts.sum()))
+    cap = draft.partitions[first.partition].max_workers_per_job
+    members, urgency = [], urgency_of(jobs, tuning)
+    for job in jobs:
+        largest = max(min(job.max_workers, cap or job.max_workers), job.min_workers)
+        if cap is None or job.min_workers <= cap:
+            members.append(member_of(job, largest, per_node, kind, urgency, tuning))
+    # Those who run have their smallest size for sure; then come the others, as the order has them.
+    members.sort(key=lambda member: not member.has)
+    sizes = choose_sizes(members, max(room, 0), _budgets(walk, members), tuning)
+    _apply(walk, members, sizes, zone)
+    return {member.job.id for member in members}
+
+
+def _usual_node(walk: Walk, job: Queued, mask: np.ndarray) -> tuple[int, str]:
+    """How many workers of the job an empty node of the largest sort takes, and its kind."""
+    draft = walk.draft
+    space = type(draft.free.space)(draft.free.space.nodes)
+    counts = np.where(mask, space.counts(draft.needs[job.id], slice(None)), 0)
+    at = int(counts.argmax()) if len(counts) else 0
+    return (int(counts[at]), space.nodes[at].kind) if len(counts) else (0, "")
+
+
+def _reserved(walk: Walk, jobs: Sequence[Queued], free: int) -> int:
+    """Workers' worth of room that waiting jobs of other sorts will take: those of the same class or a higher one."""
+    draft, names = walk.draft, {job.id for job in jobs}
+    first = jobs[0]
+    need = draft.needs[first.id]
+    total = 0.0
+    for job in walk.order:
+        if job.id in names or job.allocation or job.blocked_by or job.partition != first.partition:
+            continue
+        other = draft.needs[job.id]
+        if tier_of(job)[0] >= tier_of(first)[0] and (not need.gpu or other.gpu):
+            share = other.gpu / need.gpu if need.gpu else other.cores / max(need.cores, 1)
+            total += share * job.min_workers
+    return int(-(-total // 1))
+
+
+def _budgets(walk: Walk, members: Sequence[Member]) -> dict[str, int]:
+    """How many workers each owner may have in all, less what others of their jobs have."""
+    draft = walk.draft
+    first = members[0].job if members else None
+    if first is None:
+        return {}
+    rules, need = draft.partitions[first.partition], draft.needs[first.id]
+    if rules.max_workers_per_user is None and rules.max_user_share >= 1.0:
+        return {}
+    own: dict[str, int] = {}
+    for member in members:
+        own[member.job.owner] = own.get(member.job.owner, 0) + member.has
+    cores, gpus = draft.totals.get(first.partition, (0, 0))
+    budgets = {}
+    for owner, has in own.items():
+        use = draft.uses.get((first.partition, owner))
+        limits = [10**9]
+        if rules.max_workers_per_user is not None:
+            limits.append(rules.max_workers_per_user - ((use.workers if use else 0) - has))
+        if rules.max_user_share < 1.0:
+            for total, used, each in (
+                (cores, use.cores if use else 0, need.cores),
+                (gpus, use.gpus if use else 0, need.gpu),
+            ):
+                if each:
+                    limits.append(int((rules.max_user_share * total - (used - has * each)) // each))
+        budgets[owner] = max(min(limits), 0)
+    return budgets
+
+
+def _apply(walk: Walk, members: Sequence[Member], sizes: dict[str, int], zone: frozenset[str]) -> None:
+    """First everyone who changes lets go, then the largest are placed first, where whole nodes are still free."""
+    draft = walk.draft
+    changed = [member for member in members if sizes[member.job.id] and sizes[member.job.id] != member.has]
+    homes = {}
+    for member in changed:
+        if member.has:
+            homes[member.job.id] = list(draft.held[member.job.id])
+            draft.drop(member.job.id)
+    changed.sort(key=lambda member: -sizes[member.job.id])
+    for member in changed:
+        job, size = member.job, sizes[member.job.id]
+        need = draft.needs[job.id]
+        favour = None
+        if member.has:
+            favour = np.zeros(len(draft.free.space.nodes))
+            favour[homes[job.id]] = 0.5
+        spots = draft.free.pick(job, need, size, zone, favour=favour)
+        if spots is None:
+            continue
+        draft.hold(job, spots)
+        for at in spots:
+            names = draft.by_node.setdefault(at, [])
+            if job.id not in names:
+                names.append(job.id)
+        if member.has:
+            draft.why[job.id] = f"{member.has} to {size} workers: most comes of it"
+        else:
+            draft.why[job.id] = "start"

@@ -1,0 +1,300 @@
+"""Which kind of node each job goes to, where kinds differ: those who gain most from the fast ones get them.
+
+A policy says in which order jobs go. Who is in front runs; where, is decided by what each would lose elsewhere, so
+that the jobs that run get the most done together: one that is twice as fast on a V100 leaves it to one that is ten
+times as fast there.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.place.cluster import Cluster, Queued
+from shoal.place.decision import Decision, Place, Wait
+from shoal.place.rules import USUAL, Rules, fill, is_due, tier_of, waited_seconds
+from shoal.place.waiting import seconds_left
+
+Floats = NDArray[np.float64]
+
+MOVE_GAIN = 1.1
+"""A running job moves to another kind only where it is so much faster, if stopping it costs anything."""
+
+BACKLOG = 1.5
+"""From so many times what has room on, each kind first takes the jobs that are best off there; with less waiting, it
+is better to keep everyone running."""
+
+NUM_PRICES = 60
+MAX_TRIES = 3
+
+
+def fill_kinds(
+    cluster: Cluster, order: Sequence[Queued], *, rules: Rules = USUAL, stops_peers: bool = True
+) -> list[Decision]:
+    """As `fill`, on the kinds of nodes where the jobs of `order` get the most done together.
+
+    Where all nodes are alike or nobody knows rates it is `fill`. Running jobs move to a better kind when they are due
+    and have not just been moved. Needs `Queued.rate`, and nothing of how long jobs are.
+    """
+    if len({node.kind for node in cluster.nodes}) < 2 or all(job.rate is None for job in order):
+        return fill(cluster, order, rules=rules, stops_peers=stops_peers)
+    kinds = choose_kinds(cluster, order, rules=rules, stops_peers=stops_peers)
+    # Who has a kind goes before who has none: else those who are left out would hold what others were given.
+    order = sorted(order, key=lambda job: job.id not in kinds)
+    here = {job.id: kind_now(cluster, job) for job in order if job.allocation}
+    stay: set[str] = set()
+    for attempt in range(MAX_TRIES + 1):
+        moving = {name for name, now in here.items() if name in kinds and kinds[name] != now and name not in stay}
+        if attempt == MAX_TRIES:
+            moving = set()
+        views = [_view(cluster, job, kinds.get(job.id, ""), job.id in moving) for job in order]
+        decisions = fill(replace(cluster, jobs=tuple(views)), views, rules=rules, stops_peers=stops_peers)
+        # Who was to move and found no room keeps its place, and all is looked at again.
+        lost = {item.job for item in decisions if isinstance(item, Wait) and item.job in moving}
+        if not lost:
+            break
+        stay |= lost
+    reasons = {name: f"moved from {here[name]} to {kinds[name]} nodes: it gains most there" for name in moving}
+    return [
+        replace(item, why=reasons[item.job]) if isinstance(item, Place) and item.job in reasons else item
+        for item in decisions
+    ]
+
+
+def kind_now(cluster: Cluster, job: Queued) -> str:
+    """The kind of nodes it runs on; the one with most of its workers where there are several."""
+    kinds: dict[str, int] = {}
+    for node in cluster.nodes:
+        workers = job.allocation.get(node.name, 0)
+        if workers:
+            kinds[node.kind] = kinds.get(node.kind, 0) + workers
+    return max(kinds, key=lambda kind: (kinds[kind], kind), default="")
+
+
+def can_move(cluster: Cluster, job: Queued, rules: Rules) -> bool:
+    """Whether a running job may be taken to other nodes now."""
+    pause = max(rules.quantum_seconds, rules.stop_costs * job.stop_seconds)
+    return job.is_preemptible and cluster.now - job.changed_at >= pause
+
+
+def _view(cluster: Cluster, job: Queued, kind: str, moves: bool) -> Queued:
+    """The job as `fill` shall see it: bound to its kind, and not running where it has to move.
+
+    Who was left out runs where it runs, or may start on any kind; several workers of one job stay on one kind.
+    """
+    if kind:
+        view = replace(job, ask=replace(job.ask, kinds=frozenset({kind})))
+        return replace(view, allocation={}, devices={}, stopped_at=cluster.now) if moves else view
+    speeds = speeds_of(cluster, job)
+    able = {name for name, speed in speeds.items() if speed > 0}
+    if job.allocation or not able:
+        able &= {kind_now(cluster, job)}
+    elif job.max_workers > 1:
+        able = {max(able, key=lambda name: (speeds[name], name))}
+    return replace(job, ask=replace(job.ask, kinds=frozenset(able))) if able else job
+
+
+def speeds_of(cluster: Cluster, job: Queued) -> dict[str, float]:
+    """How fast it is on each kind it may use in its partition, as a part of the fastest; 1 where nobody knows."""
+    widths: dict[str, int] = {}
+    for node in cluster.nodes:
+        if node.partition == job.partition and (not job.ask.kinds or node.kind in job.ask.kinds):
+            widths[node.kind] = max(widths.get(node.kind, 0), node.gpus if job.ask.gpus else int(node.cores))
+    workers = max(job.num_workers, job.min_workers)
+    if job.rate is None:
+        return dict.fromkeys(widths, 1.0)
+    per_worker = max(job.ask.gpus or job.ask.cores, 1e-9)
+    rates = {
+        kind: job.rate(kind, workers, max(-(-workers // max(int(width / per_worker), 1)), 1))
+        for kind, width in widths.items()
+    }
+    top = max(rates.values(), default=0.0)
+    return {kind: rate / top if top > 0 else 0.0 for kind, rate in rates.items()}
+
+
+# -- who goes where ------------------------------------------------------------------------------------------------
+
+
+def choose_kinds(
+    cluster: Cluster, order: Sequence[Queued], *, rules: Rules = USUAL, stops_peers: bool = True
+) -> dict[str, str]:
+    """Job -> kind for those who can run, in `order`, class and priority before it. Others are left out."""
+    ranked = sorted(order, key=lambda job: (_down(job), stops_peers and not _is_starving(cluster, job, rules)))
+    chosen: dict[str, str] = {}
+    for jobs, room in _pools(cluster, ranked):
+        chosen.update(_Pool(cluster, jobs, room).share_out(rules, stops_peers))
+    return chosen
+
+
+def outlook(cluster: Cluster, left: Mapping[str, float]) -> tuple[float, dict[str, float]]:
+    """Seconds until all could be done, were everyone on the kind where it costs least; and how long each takes there.
+
+    `left` is how long each job would still take on the kind that suits it best.
+    """
+    end, lengths = 0.0, dict(left)
+    for jobs, room in _pools(cluster, cluster.jobs):
+        kinds = list(room)
+        speeds = np.array([[speeds_of(cluster, job).get(kind, 0.0) for kind in kinds] for job in jobs])
+        sizes, work = np.array([_size(job) for job in jobs]), np.array([left[job.id] for job in jobs])
+        amounts = np.array([room[kind] for kind in kinds])
+        able = speeds.max(axis=1, initial=0.0) > 0
+        if not able.any():
+            continue
+        prices = balance(speeds[able], sizes[able], work[able], amounts)
+        with np.errstate(divide="ignore"):
+            choice = (prices - np.log(speeds[able])).argmin(axis=1)
+        taken = work[able] / speeds[able][np.arange(len(choice)), choice]
+        end = max(
+            end, float((np.bincount(choice, taken * sizes[able], len(kinds)) / amounts).max()), work[able].max()
+        )
+        lengths.update(zip((job.id for job, can in zip(jobs, able, strict=True) if can), taken.tolist(), strict=True))
+    return end, lengths
+
+
+def _pools(cluster: Cluster, jobs: Iterable[Queued]) -> list[tuple[list[Queued], dict[str, float]]]:
+    """Jobs of one partition that want the same resource, with how much of it each kind has."""
+    found: dict[tuple[str, bool], list[Queued]] = {}
+    for job in jobs:
+        if not job.blocked_by:
+            found.setdefault((job.partition, job.ask.gpus > 0), []).append(job)
+    pools = []
+    for (partition, has_gpus), members in found.items():
+        room: dict[str, float] = {}
+        for node in cluster.nodes:
+            amount = float(node.gpus if has_gpus else node.cores)
+            if amount > 0 and node.partition == partition and not node.is_draining:
+                room[node.kind] = room.get(node.kind, 0.0) + amount
+        if room:
+            pools.append((members, dict(sorted(room.items()))))
+    return pools
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Jobs of one partition that want the same resource, and how much of it each kind has."""
+
+    cluster: Cluster
+    jobs: list[Queued]
+    room: dict[str, float]
+
+    def share_out(self, rules: Rules, stops_peers: bool) -> dict[str, str]:
+        kinds = list(self.room)
+        room = np.array([self.room[kind] for kind in kinds])
+        placed: dict[str, str] = {}
+        free: list[Queued] = []
+        for job in self.jobs:
+            kind = kind_now(self.cluster, job) if job.allocation else ""
+            if kind in self.room and not can_move(self.cluster, job, rules):
+                room[kinds.index(kind)] -= _size(job)
+                placed[job.id] = kind
+            else:
+                free.append(job)
+        # Who may not be stopped runs whatever the order is; where, is open.
+        free.sort(key=lambda job: not (job.allocation and not (stops_peers and is_due(job, rules))))
+        speeds = np.array([self._row(job, kinds) for job in free]).reshape(len(free), len(kinds))
+        sizes = np.array([_size(job) for job in free])
+        left = [seconds_left(job) for job in free]
+        known = [length for length in left if length is not None]
+        usual = sum(known) / len(known) if known else 1.0
+        work = np.array([usual if length is None else max(length, 1.0) for length in left])
+        picks = pick_kinds(speeds, sizes, work, room)
+        placed.update({job.id: kinds[at] for job, at in zip(free, picks, strict=True) if at >= 0})
+        return placed
+
+    def _row(self, job: Queued, kinds: Sequence[str]) -> list[float]:
+        speeds = speeds_of(self.cluster, job)
+        now = kind_now(self.cluster, job) if job.allocation else ""
+        stays = MOVE_GAIN if job.stop_seconds > 0 else 1.0
+        return [speeds.get(kind, 0.0) * (stays if kind == now else 1.0) for kind in kinds]
+
+
+def pick_kinds(speeds: Floats, sizes: Floats, work: Floats, room: Floats) -> list[int]:
+    """The number of a kind for each job, -1 without room. Jobs are the rows of `speeds`; the first goes first."""
+    able = speeds.max(axis=1, initial=0.0) > 0
+    room = np.maximum(room, 0.0)
+    picks = np.full(len(sizes), -1)
+    if sizes[able].sum() >= BACKLOG * room.sum() and able.any():
+        costs = np.where(speeds > 0, np.log(np.maximum(speeds, 1e-12)), -np.inf)
+        liked = np.argsort(balance(speeds[able], sizes[able], work[able], room) - costs, axis=1, kind="stable")
+        for at in np.flatnonzero(able).tolist():
+            _take(picks, at, liked[at, :1], speeds, sizes, room)
+    else:
+        share_out(picks, np.flatnonzero(able), speeds, sizes, room)
+        liked = np.argsort(-speeds, axis=1, kind="stable")
+    for at in np.flatnonzero(able & (picks < 0)).tolist():
+        _take(picks, at, liked[at], speeds, sizes, room)
+    return [int(pick) for pick in picks]
+
+
+def share_out(
+    picks: NDArray[np.int64], order: NDArray[np.int64], speeds: Floats, sizes: Floats, room: Floats
+) -> None:
+    """Those in front who have room together, each on the kind where they lose least in sum: who has most to lose by
+    the second best, for its size, chooses first."""
+    total = float(room.sum())
+    todo: list[int] = []
+    for at in order.tolist():
+        if sizes[at] <= total:
+            todo.append(at)
+            total -= float(sizes[at])
+    while todo:
+        rows = np.array(todo)
+        fits = np.where(room[None, :] >= sizes[rows, None], speeds[rows], 0.0)
+        best = fits.argmax(axis=1)
+        ranked = np.sort(fits, axis=1)
+        second = ranked[:, -2] if fits.shape[1] > 1 else 0.0
+        regret = (ranked[:, -1] - second) / sizes[rows]
+        todo = [at for at, value in zip(todo, ranked[:, -1].tolist(), strict=True) if value > 0]
+        widest = float(sizes[rows].max())
+        for number in np.argsort(-regret, kind="stable").tolist():
+            at, kind = int(rows[number]), int(best[number])
+            if ranked[number, -1] <= 0:
+                continue
+            room[kind] -= sizes[at]
+            picks[at] = kind
+            todo.remove(at)
+            if room[kind] < widest:
+                # Somebody's second best may have changed.
+                break
+
+
+def balance(speeds: Floats, sizes: Floats, work: Floats, room: Floats) -> Floats:
+    """Logarithms of prices for the kinds such that, when each job goes where it costs least, all kinds are busy for
+    equally long."""
+    amounts = np.where(speeds > 0, (sizes * np.maximum(work, 1.0))[:, None] / np.maximum(speeds, 1e-12), np.inf)
+    rows, logs = np.arange(len(sizes)), np.log(amounts)
+    prices = np.log(speeds.mean(axis=0) + 1e-9)
+    best, longest, step = prices, np.inf, 0.5
+    for _ in range(NUM_PRICES):
+        choice = (logs + prices).argmin(axis=1)
+        busy = np.bincount(choice, amounts[rows, choice], len(room)) / np.maximum(room, 1e-9)
+        if busy.max() < longest:
+            best, longest = prices, float(busy.max())
+        mean = max(float(busy.mean()), 1e-9)
+        prices = prices + step * np.clip((busy - mean) / mean, -1.0, 1.0)
+        step *= 0.93
+    return np.asarray(best)
+
+
+def _take(
+    picks: NDArray[np.int64], at: int, liked: NDArray[np.int64], speeds: Floats, sizes: Floats, room: Floats
+) -> None:
+    for kind in liked.tolist():
+        if speeds[at, kind] > 0 and room[kind] >= sizes[at]:
+            room[kind] -= sizes[at]
+            picks[at] = kind
+            return
+
+
+def _size(job: Queued) -> float:
+    return max(job.num_workers, job.min_workers) * (job.ask.gpus or job.ask.cores or 1.0)
+
+
+def _down(job: Queued) -> tuple[int, int]:
+    tier = tier_of(job)
+    return -tier[0], -tier[1]
+
+
+def _is_starving(cluster: Cluster, job: Queued, rules: Rules) -> bool:
+    return waited_seconds(job, cluster.now) > rules.patience_seconds

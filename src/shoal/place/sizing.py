@@ -1,0 +1,159 @@
+"""How large elastic jobs should be: whoever gains most from the next workers gets them, by its measured rate.
+
+Each job's value at each size is how fast it would come closer to its end, with what a change of its size costs taken
+off, times what an end of it is worth. Of each job only the concave hull of (workers, value) counts, so the steepest
+next piece of all hulls is the best use of the next workers, and a heap finds it: a decision costs n log n.
+"""
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.place.cluster import Queued, Rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """What the sizes weigh.
+
+    A job's worth is (what is thought to be left of it)^-`urgency`, in seconds on one worker. Where nobody knows what
+    is left, it is thought to be `lindy` times as much as it got so far, and `fresh_seconds`: jobs are of all lengths,
+    so one that ran long will run long. A change of size must pay for its pause within `horizon_seconds`, or before
+    the job ends if that is sooner. `bend` below 1 makes further workers of one job worth less, for fairness.
+    """
+
+    urgency: float = 0.25
+    known_urgency: float = 0.7
+    lindy: float = 1.0
+    fresh_seconds: float = 600.0
+    horizon_seconds: float = 300.0
+    bend: float = 0.5
+
+
+USUAL_TUNING = Tuning()
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """An elastic job whose size is to be chosen. `speeds` are workers -> speed, in those of one worker."""
+
+    job: Queued
+    smallest: int
+    largest: int
+    has: int
+    left_seconds: float
+    worth: float
+    speeds: Mapping[int, float]
+
+
+def sizes_between(smallest: int, largest: int, per_node: int) -> list[int]:
+    """The sizes that are thought of: halves of a node, then 1, 2, 3, 4, 6, 8, 12, 16, ... whole nodes."""
+    sizes, size = {smallest}, 1
+    while size < per_node:
+        sizes.add(size)
+        size *= 2
+    size = per_node
+    while size <= largest:
+        sizes |= {size, size + size // 2 // per_node * per_node}
+        size *= 2
+    return sorted(size for size in sizes if smallest <= size <= largest)
+
+
+def urgency_of(jobs: Sequence[Queued], tuning: Tuning) -> float:
+    """One for all who are compared: two exponents side by side would let the unknown pass all others."""
+    num_known = sum(job.remaining_seconds is not None for job in jobs)
+    return tuning.known_urgency if 2 * num_known > len(jobs) else tuning.urgency
+
+
+def member_of(job: Queued, largest: int, per_node: int, kind: str, urgency: float, tuning: Tuning) -> Member:
+    has = job.num_workers
+    sizes = sizes_between(job.min_workers, largest, per_node)
+    if has and has not in sizes and has <= largest:
+        sizes = sorted([*sizes, has])
+    rate: Rate = job.rate if job.rate is not None else _linear
+    one = max(rate(kind, 1, 1), 1e-12)
+    speeds = {size: rate(kind, size, -(-size // per_node)) / one for size in sizes}
+    if job.remaining_seconds is not None:
+        most = rate(kind, job.max_workers, -(-job.max_workers // per_node)) / one
+        left = max(job.remaining_seconds * most, 1.0)
+    else:
+        left = tuning.lindy * job.service_seconds + tuning.fresh_seconds
+    return Member(job, job.min_workers, largest, has, left, job.weight * left**-urgency, speeds)
+
+
+def _linear(kind: str, workers: int, nodes: int) -> float:
+    return float(workers)
+
+
+def value_of(member: Member, size: int, tuning: Tuning) -> float:
+    """What that size is worth: the speed, less the pause if it is a change, over the time until the next one."""
+    speed = member.speeds[size]
+    if tuning.bend != 1.0:
+        speed = speed**tuning.bend
+    if size == member.has or not speed:
+        return member.worth * speed
+    seconds = min(member.left_seconds / member.speeds[size], tuning.horizon_seconds)
+    return member.worth * speed * seconds / (seconds + member.job.stop_seconds)
+
+
+def choose_sizes(
+    members: Sequence[Member], room: int, budgets: dict[str, int], tuning: Tuning = USUAL_TUNING
+) -> dict[str, int]:
+    """Workers for each job: at least the smallest for all, in this order, while there is `room`; 0 for the others.
+
+    `budgets` are how many workers each owner may still have; those who are not named have no limit.
+    """
+    sizes: dict[str, int] = {}
+    for member in members:
+        owner = member.job.owner
+        fits = member.smallest <= room and member.smallest <= budgets.get(owner, member.smallest)
+        sizes[member.job.id] = member.smallest if fits else 0
+        if fits:
+            room -= member.smallest
+            if owner in budgets:
+                budgets[owner] -= member.smallest
+    hulls = {}
+    heap: list[tuple[float, int, int]] = []
+    for number, member in enumerate(members):
+        if sizes[member.job.id]:
+            hulls[number] = _hull([(size, value_of(member, size, tuning)) for size in sorted(member.speeds)])
+            _push(heap, number, hulls[number], 0)
+    while heap and room:
+        _, number, at = heapq.heappop(heap)
+        member, hull = members[number], hulls[number]
+        more = hull[at + 1][0] - hull[at][0]
+        allowed = min(room, budgets.get(member.job.owner, room))
+        if more > allowed:
+            # What is left may still do for a smaller step of the same job.
+            size, value = hull[at]
+            rest = [(k, value_of(member, k, tuning)) for k in sorted(member.speeds) if size < k <= size + allowed]
+            hulls[number] = [*hull[: at + 1], *_hull([(size, value), *rest])[1:]]
+            _push(heap, number, hulls[number], at)
+            continue
+        sizes[member.job.id] = hull[at + 1][0]
+        room -= more
+        if member.job.owner in budgets:
+            budgets[member.job.owner] -= more
+        _push(heap, number, hull, at + 1)
+    return sizes
+
+
+def _push(heap: list[tuple[float, int, int]], number: int, hull: list[tuple[int, float]], at: int) -> None:
+    if at + 1 < len(hull):
+        slope = (hull[at + 1][1] - hull[at][1]) / (hull[at + 1][0] - hull[at][0])
+        heapq.heappush(heap, (-slope, number, at))
+
+
+def _hull(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The concave, rising part above these points."""
+    hull: list[tuple[int, float]] = []
+    for x, y in points:
+        if hull and y <= hull[-1][1]:
+            continue
+        while len(hull) > 1:
+            (x0, y0), (x1, y1) = hull[-2], hull[-1]
+            if (y1 - y0) * (x - x1) > (y - y1) * (x1 - x0):
+                break
+            hull.pop()
+        hull.append((x, y))
+    return hull

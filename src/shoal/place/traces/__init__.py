@@ -1,0 +1,1 @@
+"""Traces: what jobs came when, read from files into `Work` for the simulator."""

@@ -1,0 +1,88 @@
+"""Traces and clusters from files: what is read, and what is said of mistakes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.place.described import read_cluster
+from shoal.place.policies import POLICIES
+from shoal.place.simulate import Setting, simulate
+from shoal.place.traces.opening import read_trace
+from shoal.place.traces.pollux import NODES, read_pollux
+from shoal.spec.errors import UserError
+from shoal.verbs.simulate import main
+
+DATA = Path(__file__).parents[4] / "shared" / "data" / "sched"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the published traces are not beside the repo")
+HEADER = "id,submitted_at,seconds,workers,gpus\n"
+
+
+def written(folder, text, name="trace.csv"):
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (HEADER + "a,0,ten,1,1\n", "line 2, column 'seconds': 'ten' is not a number"),
+        (HEADER + "a,0,5,1,1\nb,nan,5,1,1\n", "line 3, column 'submitted_at'"),
+        (HEADER + "a,0,5,1.5,1\n", "column 'workers': 1.5 is not a whole number"),
+        (HEADER + "a,0,-5,1,1\n", "column 'seconds': -5 is out of range"),
+        (HEADER + "a,0,5,1,1,9\n", "line 2: more cells"),
+        (HEADER, "has no jobs"),
+        ("id,when\na,0\n", "no trace of a known form"),
+        ('[{"submitted_at": 0, "seconds": 5},', "valid JSON|Expecting"),
+    ],
+)
+def test_mistakes_in_traces_are_told_with_their_place(tmp_path, text, said):
+    with pytest.raises(UserError, match=said):
+        read_trace(written(tmp_path, text))
+
+
+def test_csv_and_json_give_the_same_jobs(tmp_path):
+    rows = [{"id": "a", "submitted_at": 0, "seconds": 5, "workers": 2, "gpus": 1}]
+    one = read_trace(written(tmp_path, HEADER + "a,0,5,2,1\n"))
+    other = read_trace(written(tmp_path, json.dumps(rows), "trace.json"))
+    assert [job.seen() for job in one] == [job.seen() for job in other]
+
+
+@pytest.mark.parametrize("text", ["0x4:t4", "16by4", "", "4x4+", "none.toml"])
+def test_clusters_that_are_none_are_told(text):
+    with pytest.raises(UserError):
+        read_cluster(text)
+
+
+def test_clusters_as_text_and_as_file(tmp_path):
+    nodes = read_cluster("2x4:t4+1x8:a100")
+    assert [(node.kind, node.gpus) for node in nodes] == [("t4", 4), ("t4", 4), ("a100", 8)]
+    text = '[[nodes]]\ncount = 2\ngpus = 4\nkind = "t4"\n[[nodes]]\ngpus = 8\nkind = "a100"\n'
+    found = read_cluster(str(written(tmp_path, text, "c.toml")))
+    assert [(node.kind, node.gpus) for node in found] == [("t4", 4), ("t4", 4), ("a100", 8)]
+
+
+def test_the_verb_tells_and_draws(tmp_path, capsys):
+    trace = written(tmp_path, HEADER + "a,0,90,1,1\nb,10,30,4,1\n")
+    picture = tmp_path / "a.svg"
+    assert main([str(trace), "--policy", "fifo", "--cluster", "1x4:t4", "--json", "--plot", str(picture)]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["num_ended"] == 2
+    assert {job["job"] for job in facts["jobs"]} == {"a", "b"}
+    assert picture.read_text().startswith("<svg")
+    with pytest.raises(UserError, match="no policy 'fif'"):
+        main([str(trace), "--policy", "fif"])
+
+
+@needs_data
+def test_a_published_job_takes_as_long_as_published():
+    """The first cifar10 of workload 6 under Tiresias runs on 6 GPUs at once, undisturbed."""
+    folder = DATA / "pollux-osdi21"
+    work = read_pollux(folder / "workloads" / "workload-6.csv", folder / "profiles", is_rigid=True)[:1]
+    result = simulate(work, POLICIES["las"], Setting(nodes=NODES))
+    rows = [line.split(",") for line in (folder / "published-results" / "jcts.csv").read_text().splitlines()]
+    expected = next(
+        float(row[4]) for row in rows if row[:4] == ["jobload-1.0", "tiresias", "workload-6", "cifar10-0"]
+    )
+    assert result.outcomes[0].jct_seconds == expected
