@@ -248,7 +248,7 @@ def open_folder(job: Job, keep: Keep) -> RunFolder:
     facts = {
         "command": command_facts(keep.command, job.env),
         "job": asdict(replace(job, env=hidden)),
-        "num_workers": job.num_workers,
+        "num_workers": job.num_workers and num_at_start(job.options, job.min_workers, job.num_workers),
         **({"min_workers": job.min_workers, "max_workers": job.num_workers} if job.min_workers is not None else {}),
         "versions": {"shoal": __version__, "python": sys.version.split()[0]} | _torch_version(),
     }

@@ -1,13 +1,13 @@
 """The folder of a job: JOBS/JOB/lock, and JOBS/JOB/TOKEN for each attempt. What was promised is durable.
 
-    lock          held while anything of an attempt runs: by the keeper, and by the launcher that it starts
-    TOKEN/        its name is the record that this token was seen
-      lock        held by the keeper of this attempt and by its launcher
-      orders.json what to run; durable before a keeper is started
-      claimed.json this attempt has begun; durable before the launcher is started. It never begins again
-      status.json how it goes, every second
-      asked.json, resize.json     what the service wants of it
-      ended.json  what became of it; durable, and written after everything of it has ended
+lock          held while anything of an attempt runs: by the keeper, and by the launcher that it starts
+TOKEN/        its name is the record that this token was seen
+  lock        held by the keeper of this attempt and by its launcher
+  orders.json what to run; durable before a keeper is started
+  claimed.json this attempt has begun; durable before the launcher is started. It never begins again
+  status.json how it goes, every second
+  asked.json, resize.json     what the service wants of it
+  ended.json  what became of it; durable, and written after everything of it has ended
 """
 
 import contextlib
@@ -31,7 +31,9 @@ _LOCK_TRIES = 15
 def job_folder(jobs_folder: str, job: str) -> Path:
     """Where the attempts of a job are. Raises UserError for an id that could lead elsewhere."""
     if not isinstance(job, str) or not _JOB.fullmatch(job):
-        raise UserError(f"{str(job)[:100]!r} cannot be the id of a job.", hint="use letters, digits, `_`, `.` and `-`")
+        raise UserError(
+            f"{str(job)[:100]!r} cannot be the id of a job.", hint="use letters, digits, `_`, `.` and `-`"
+        )
     return Path(os.path.abspath(jobs_folder), job)
 
 

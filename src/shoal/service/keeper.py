@@ -1,263 +1,256 @@
-"""Sees one attempt of a job through: `python -m shoal.service.keeper FOLDER`, a process that outlives the service.
+"""Sees one attempt at a job through: `python -m shoal.service.keeper FOLDER`, a process that outlives the service.
 
-It takes the lock of the job, claims its token, starts `shoal run` within the limits of the job, and does what it is
-asked by files until that has ended. The launcher holds the lock as well. If the keeper is killed the launcher is told
-to end by the kernel, and only when both are gone can the next attempt begin; it first makes sure that no process of
-an earlier one is left.
+It takes the lock of the attempt and that of the job, claims the attempt for good, ends what is left of earlier ones,
+starts `shoal run` within the limits of the job, and does what it is asked by files until that has ended. The launcher
+holds both locks as well, and is told by the kernel to end if we are killed: the next attempt begins when
+both are gone.
 """
 
 import contextlib
-import ctypes
-import fcntl
-import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-from shoal.engine.env import inherited_env, set_all, shoal_home
+from shoal.engine.env import inherited_env, shoal_home
+from shoal.engine.processes import open_pid_fd
 from shoal.engine.requests import ask
-from shoal.service.attempts import (
-    CLAIMED,
-    ENDED,
-    LOCK,
-    RESIZE,
-    STATUS,
-    STOP,
-    STOPS,
-    TOKEN,
-    Orders,
-    read_orders,
-    read_token,
-    write_durably,
-)
-from shoal.service.isolate import Limits, Usage, left_behind, limit
-from shoal.spec.errors import ShoalError, UserError
+from shoal.observe.lines import last_lines
+from shoal.observe.ps import newest_failure
+from shoal.service.cage import Cage, Limits, limit
+from shoal.service.folders import newest_token, read, take_lock, write, write_reserved
+from shoal.service.launching import adopt_orphans, bury_orphans, command_of, launch
+from shoal.service.orders import CAUSE_OF, Orders, orders_of
+from shoal.service.processes import MARK, children_of_all, descendants, kill_marked, memory_of, workers_of
+from shoal.service.verdict import Facts, gib, judge
+from shoal.spec.errors import UserError
 
-LOOK_SECONDS = 0.1
+LOOK_SECONDS = 0.05
 WATCH_SECONDS = 0.5
-LOCK_SECONDS = 60.0
-ATTEMPT = "SHOAL_ATTEMPT"
-"""The variable by which all processes of an attempt can be found: JOB_FOLDER/TOKEN."""
-_PR_SET_PDEATHSIG = 1
+"""How often the memory of the job is looked at."""
+LATE_SECONDS = 5.0
+"""What the processes of an earlier attempt get beyond their grace before they are killed."""
 
 
-def main(folder: str) -> int:
-    folder = os.path.abspath(folder)
-    orders = read_orders(folder)
-    if orders is None:
-        return 2
-    lock = take_lock(os.path.dirname(folder), orders.token)
-    if lock is None or not claim(folder, orders):
+def main(folder: Path) -> int:
+    value = read(folder / "orders.json")
+    own = take_lock(folder) if value else None
+    if own is None or (folder / "claimed.json").exists() or (folder / "ended.json").exists():
         return 0
-    try:
-        ended = Keeper(folder, orders, lock).see_through()
-    except ShoalError as error:
-        ended = {"cause": "failed", "exit_code": error.exit_code, "message": f"{error.message} {error.why}".strip()}
-    except OSError as error:
-        ended = {"cause": "failed", "exit_code": 1, "message": f"it could not be started: {error}"}
-    write_durably(os.path.join(folder, ENDED), ended)
+    orders = orders_of(value)
+    job = _take_job(folder, orders)
+    if isinstance(job, str):
+        _end(folder, {"cause": job, "message": "It was stopped before it began."})
+        return 0
+    write_reserved(folder / "claimed.json", {"pid": os.getpid()})
+    _end(folder, Keeper(folder, orders, (own, job)).see_through())
     return 0
 
 
-def take_lock(job_folder: str, token: int) -> int | None:
-    """The lock of the job, or None where a later attempt has begun. Waits for an earlier one that is ending."""
-    fd = os.open(os.path.join(job_folder, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    deadline = time.monotonic() + LOCK_SECONDS
-    while read_token(job_folder) <= token and time.monotonic() < deadline:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return fd
-        except BlockingIOError:
-            time.sleep(0.02)
-    os.close(fd)
-    return None
+def _end(folder: Path, ended: dict[str, Any]) -> None:
+    write_reserved(folder / "ended.json", ended | {"ended_at": time.time()})
 
 
-def claim(folder: str, orders: Orders) -> bool:
-    """Make this attempt ours, on disk, under the lock; False where it was claimed before or has been overtaken."""
-    job_folder = os.path.dirname(folder)
-    if read_token(job_folder) > orders.token or os.path.exists(os.path.join(folder, CLAIMED)):
-        return False
-    write_durably(os.path.join(job_folder, TOKEN), {"token": orders.token})
-    write_durably(os.path.join(folder, CLAIMED), {"pid": os.getpid()})
-    return True
+def _take_job(folder: Path, orders: Orders) -> int | str:
+    """The lock of the job, or why this attempt never begins. Earlier ones end first, by force if they must."""
+    patience = time.monotonic() + orders.grace_seconds + LATE_SECONDS
+    while True:
+        if newest_token(folder.parent) > orders.token:
+            return "lost"
+        if why := _asked(folder):
+            return CAUSE_OF[why]
+        lock = take_lock(folder.parent)
+        if lock is not None:
+            return lock
+        if time.monotonic() > patience:
+            kill_marked(_earlier(folder))
+        time.sleep(LOOK_SECONDS)
+
+
+def _asked(folder: Path) -> str:
+    why = read(folder / "asked.json").get("why")
+    return why if why in CAUSE_OF else ""
+
+
+def _earlier(folder: Path) -> list[Path]:
+    names = [name for name in os.listdir(folder.parent) if name.isdecimal() and name.isascii()]
+    return [folder.parent / name for name in names if int(name) < int(folder.name)]
 
 
 class Keeper:
     """One attempt that is ours."""
 
-    def __init__(self, folder: str, orders: Orders, lock: int) -> None:
-        self._folder, self._orders, self._lock = folder, orders, lock
-        self._run_dir = os.path.join(shoal_home(), "runs", orders.run_name)
-        self._why_stopped = ""
-        self._over = ""
-        self._resized: object = None
-        self._usage = Usage()
-        self._facts: dict[str, Any] = {"max_workers": orders.max_workers, "num_workers": orders.num_workers}
+    def __init__(self, folder: Path, orders: Orders, locks: tuple[int, ...]) -> None:
+        self._folder, self._orders, self._locks = folder, orders, locks
+        self._env = {**inherited_env(), **orders.env, **_devices(orders), MARK: str(folder)}
+        self._run_dir = Path(self._env.get("SHOAL_HOME") or shoal_home(), "runs", orders.run_name)
+        self._status: dict[str, Any] = {"run_dir": str(self._run_dir), "num_workers": orders.num_workers}
+        self._why = self._over = ""
+        self._was_killed = False
+        self._resized = orders.num_workers
+        self._peak_bytes = 0
+        self._kills = 0
 
     def see_through(self) -> dict[str, Any]:
-        orders = self._orders
-        self._end_former()
-        if os.path.exists(self._path(STOP)):
-            self._read_stop()
-            return {"cause": STOPS[self._why_stopped], "message": "before it started"}
-        set_all({ATTEMPT: self._folder})
-        with limit(f"shoal-{orders.job}-{orders.token}", self._limits()) as cage:
-            process = self._launch(cage.join)
-            self._facts |= {"pid": process.pid, "run_dir": self._run_dir}
+        """Returns what became of it, when nothing of it is left."""
+        adopt_orphans()
+        earlier = _earlier(self._folder)
+        kill_marked(earlier)
+        if why := _asked(self._folder):
+            return {"cause": CAUSE_OF[why], "message": "It was stopped before it began."}
+        has_begun = any((each / "claimed.json").exists() for each in earlier)
+        goes_on = (self._orders.is_resumed or has_begun) and (self._run_dir / "run.json").exists()
+        command = command_of(self._orders, self._run_dir, goes_on=goes_on)
+        with limit(self._folder, self._limits()) as cage:
+            self._status |= {"limits": cage.names, "started_at": time.time()}
             try:
-                self._follow(process, cage.use)
+                process = launch(
+                    command, self._orders, self._env, self._folder / "output.log", self._locks, cage.join
+                )
+            except (OSError, subprocess.SubprocessError) as error:
+                return self._status | {
+                    "cause": "failed",
+                    "exit_code": 1,
+                    "message": f"It cannot be started: {error}.",
+                }
+            try:
+                self._follow(process, cage)
             finally:
-                self._end(process)
-            cage_kills = cage.num_kills()
-        return {**self._facts, **self._verdict(process.returncode, cage_kills), "peak_bytes": self._usage.peak_bytes}
+                self._finish(process, cage)
+            return self._status | self._judge(process.returncode, cage)
 
     def _limits(self) -> Limits:
         orders = self._orders
         return Limits(memory_bytes=orders.memory_bytes, cores=orders.cores, num_workers=orders.num_workers)
 
-    def _launch(self, join: Callable[[], None]) -> subprocess.Popen[bytes]:
-        orders = self._orders
-        env = {**orders.env, **self._devices()}
-        return subprocess.Popen(
-            command_of(orders, self._run_dir),
-            stdin=subprocess.DEVNULL,
-            cwd=orders.cwd,
-            env={**inherited_env(), **env},
-            pass_fds=(self._lock,),
-            start_new_session=True,
-            # One thread, no locks held: safe. The launcher ends when we are killed, wherever we are then.
-            preexec_fn=lambda: _enter(join),
-        )
-
-    def _devices(self) -> dict[str, str]:
-        numbers = self._orders.devices.get(os.uname().nodename, ())
-        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, numbers))} if numbers else {}
-
-    def _follow(self, process: subprocess.Popen[bytes], use: Callable[[int, Usage], Usage]) -> None:
+    def _follow(self, process: subprocess.Popen[bytes], cage: Cage) -> None:
         """Do what is asked until the launcher has ended, or was told to and has had its time."""
-        began, watch_at, deadline = time.monotonic(), 0.0, None
-        limit_seconds = self._orders.time_limit_seconds
-        while process.poll() is None:
-            now = time.monotonic()
-            if now >= watch_at:
-                watch_at = now + WATCH_SECONDS
-                self._watch(process.pid, use)
-            if not self._why_stopped:
-                if limit_seconds is not None and now - began > limit_seconds:
-                    self._why_stopped = "time"
-                self._read_stop()
-                self._read_resize()
-                if self._why_stopped or self._over:
-                    process.send_signal(signal.SIGKILL if self._over else signal.SIGTERM)
-                    self._why_stopped = self._why_stopped or "memory"
-                    deadline = now + self._orders.grace_seconds
-            if deadline is not None and now > deadline:
-                return
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(LOOK_SECONDS)
+        began = time.monotonic()
+        watch_at, deadline = began, float("inf")
+        self._status["pid"] = process.pid
+        self._tell()
+        with _ending(process.pid) as wait:
+            while process.poll() is None and time.monotonic() < deadline:
+                now = time.monotonic()
+                if now >= watch_at:
+                    watch_at = now + WATCH_SECONDS
+                    self._watch(process.pid, cage)
+                if self._over:
+                    return
+                if not self._why:
+                    self._resize(cage)
+                    self._why = self._reason(now - began)
+                    if self._why:
+                        process.send_signal(signal.SIGTERM)
+                        deadline = now + self._orders.grace_seconds
+                wait(LOOK_SECONDS)
+        self._was_killed = process.poll() is None
 
-    def _watch(self, pid: int, use: Callable[[int, Usage], Usage]) -> None:
-        self._usage = use(pid, self._usage)
-        self._over = self._over or self._usage.over
-        self._facts |= {"memory_bytes": self._usage.memory_bytes, "peak_bytes": self._usage.peak_bytes}
-        draft = self._path(STATUS) + ".new"
-        with contextlib.suppress(OSError):  # nothing that was promised: the next one may succeed
-            with open(draft, "w", encoding="utf-8") as file:
-                json.dump(self._facts, file)
-            os.replace(draft, self._path(STATUS))
+    def _reason(self, seconds: float) -> str:
+        """Why it should be stopped now, if it should."""
+        most = self._orders.time_limit_seconds
+        if most is not None and seconds > most:
+            return "time"
+        # A later attempt was ordered, so this one is over.
+        return _asked(self._folder) or ("preempt" if newest_token(self._folder.parent) > self._orders.token else "")
 
-    def _read_stop(self) -> None:
-        found = _read_json(self._path(STOP))
-        if found is not None:
-            self._why_stopped = found["why"] if found.get("why") in STOPS else "cancel"
+    def _watch(self, launcher: int, cage: Cage) -> None:
+        """See what memory the job has, and say how it goes."""
+        bury_orphans(launcher)
+        self._kills = cage.num_kills()
+        children = children_of_all()
+        sizes = {pid: memory_of(pid) for pid in descendants(os.getpid(), children) if pid != os.getpid()}
+        self._over = self._over or self._find_over(sizes, workers_of(launcher, children), cage)
+        used = sum(sizes.values())
+        self._peak_bytes = max(self._peak_bytes, used)
+        self._status |= {"memory_bytes": used, "peak_memory_bytes": self._peak_bytes}
+        self._tell()
 
-    def _read_resize(self) -> None:
-        """Hand a wish on to the launcher; one that does not listen yet is asked again."""
-        found = _read_json(self._path(RESIZE))
-        if found is None or found == self._resized:
+    def _find_over(self, sizes: dict[int, int], workers: dict[int, list[int]], cage: Cage) -> str:
+        most = cage.limits.memory_bytes
+        if not most:
+            return ""
+        if self._kills:
+            return f"its processes had {gib(cage.peak_bytes())}"
+        for rank, pids in workers.items():
+            if (used := sum(sizes.get(pid, 0) for pid in pids)) > most:
+                return f"rank {rank} had {gib(used)}"
+        total = sum(sizes.values())
+        return f"its processes had {gib(total)}" if total > cage.limits.job_bytes else ""
+
+    def _tell(self) -> None:
+        with contextlib.suppress(OSError):  # nothing that was promised: the next may succeed
+            write(self._folder / "status.json", self._status)
+
+    def _resize(self, cage: Cage) -> None:
+        """Hand a wish on to the launcher. One that does not listen yet is asked again; memory that is given back is
+        taken away when the workers have gone."""
+        wanted = read(self._folder / "resize.json").get("num_workers", self._resized)
+        if not isinstance(wanted, int):
             return
-        try:
-            ask(self._run_dir, {"verb": "resize", "num_workers": int(found["num_workers"])})
-        except UserError as error:
-            if "cannot be asked" in error.message:
+        if wanted > cage.limits.num_workers:
+            cage.fit(wanted)
+        if wanted != self._resized:
+            try:
+                ask(str(self._run_dir), {"verb": "resize", "num_workers": wanted})
+            except UserError:
                 return
-            sys.stderr.write(error.render() + "\n")
-        self._resized = found
-        self._facts["num_workers"] = int(found["num_workers"])
+            self._resized = self._status["num_workers"] = wanted
+        if wanted < cage.limits.num_workers and read(self._run_dir / "run.json").get("num_workers") == wanted:
+            cage.fit(wanted)
 
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
+    def _finish(self, process: subprocess.Popen[bytes], cage: Cage) -> None:
         """Nothing of the attempt is left when this returns."""
         if process.poll() is None:
             process.kill()
         process.wait()
-        _kill_all(self._folder)
+        kill_marked([self._folder])
+        self._kills = cage.num_kills()
+        self._peak_bytes = max(self._peak_bytes, cage.peak_bytes() if self._kills else 0)
+        self._status["peak_memory_bytes"] = self._peak_bytes
 
-    def _end_former(self) -> None:
-        """We have the lock, so former launchers are gone. What they started may still be on its way out."""
-        job_folder = os.path.dirname(self._folder)
-        for name in os.listdir(job_folder):
-            if name.isdigit() and int(name) != self._orders.token:
-                _kill_all(os.path.join(job_folder, name))
+    def _judge(self, code: int, cage: Cage) -> dict[str, Any]:
+        return judge(
+            self._orders,
+            Facts(
+                code=code,
+                why=self._why,
+                was_killed=self._was_killed,
+                over=self._over,
+                num_kills=self._kills,
+                peak_bytes=self._peak_bytes,
+                is_watched="watchdog" in cage.names,
+                failure=self._failure(),
+            ),
+        )
 
-    def _verdict(self, code: int, cage_kills: int) -> dict[str, Any]:
-        asked = _gib(self._orders.memory_bytes)
-        if self._over or (cage_kills and code != 0):
-            what = self._over or f"its workers took more than the {asked} each that job {self._orders.job} asked for"
-            return {"cause": "oom", "exit_code": 137, "message": f"{what}; ask for more with `--memory`"}
-        exit_code = code if code >= 0 else 128 - code
-        if self._why_stopped and code != 0:
-            return {"cause": STOPS[self._why_stopped], "exit_code": exit_code, "message": ""}
-        if code == 0:
-            return {"cause": "finished", "exit_code": 0, "message": ""}
-        return {"cause": "failed", "exit_code": exit_code, "message": f"it ended with code {exit_code}"}
-
-    def _path(self, name: str) -> str:
-        return os.path.join(self._folder, name)
-
-
-def command_of(orders: Orders, run_dir: str) -> list[str]:
-    """The launcher's command line. A run that has a folder goes on in it; else it begins there. Pure but for a look."""
-    is_elastic = orders.min_workers < orders.max_workers
-    workers = f"{orders.min_workers}:{orders.max_workers}" if is_elastic else str(orders.num_workers)
-    start = ["-o", f"engine.start={orders.num_workers}"] if is_elastic else []
-    goes_on = orders.is_resumed and os.path.exists(os.path.join(run_dir, "run.json"))
-    place = ["--resume", orders.run_name] if goes_on else ["--name", orders.run_name]
-    return [sys.executable, "-m", "shoal", "run", "-n", workers, *start, *place, *orders.argv]
+    def _failure(self) -> dict[str, Any]:
+        """What the run says, or where it never was one, what the launcher said."""
+        found = newest_failure(str(self._run_dir), since=self._status["started_at"])
+        said = last_lines(str(self._folder / "output.log"), 5)[0].decode("utf-8", "replace").strip()
+        return found or ({"message": said[-500:]} if said else {})
 
 
-def _enter(join: Callable[[], None]) -> None:
-    """The first thing a launcher does: into its limits, and to be told to end when its keeper does."""
-    join()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def _devices(orders: Orders) -> dict[str, str]:
+    numbers = orders.devices.get(os.uname().nodename, ())
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, numbers))} if numbers else {}
 
 
-def _kill_all(folder: str, seconds: float = 10.0) -> None:
-    """Kill every process of an attempt, and wait until none is left."""
-    deadline = time.monotonic() + seconds
-    while (pids := left_behind(f"{ATTEMPT}={folder}")) and time.monotonic() < deadline:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-
-
-def _read_json(path: str) -> dict[str, Any] | None:
+@contextlib.contextmanager
+def _ending(pid: int) -> Iterator[Callable[[float], object]]:
+    """A wait of so many seconds, cut short when the process ends."""
+    fd = open_pid_fd(pid)
     try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.3g} GiB"
+        yield time.sleep if fd < 0 else lambda seconds: select.select([fd], [], [], seconds)
+    finally:
+        if fd >= 0:
+            os.close(fd)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(Path(sys.argv[1])))
