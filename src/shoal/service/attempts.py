@@ -12,8 +12,9 @@ from shoal.checkpoint.disk import make_folder
 from shoal.engine.env import inherited_env
 from shoal.observe.ps import newest_step
 from shoal.observe.runs import is_held
-from shoal.service.folders import attempt_folder, job_folder, newest_token, read, write
+from shoal.service.folders import attempt_folder, job_folder, newest_token, read, reserve, write
 from shoal.service.orders import CAUSE_OF, CAUSES, Orders, Seen
+from shoal.service.processes import MARK
 from shoal.service.resources import here
 from shoal.spec.errors import UserError
 
@@ -33,6 +34,8 @@ def start(jobs_folder: str, orders: Orders) -> None:
             return
         make_folder(folder)
         if not (folder / "orders.json").exists():
+            reserve(folder / "claimed.json")
+            reserve(folder / "ended.json")
             write(folder / "orders.json", asdict(orders), is_durable=True)
     except OSError as error:
         raise UserError(
@@ -66,10 +69,11 @@ def _seen(orders: dict[str, Any], told: dict[str, Any], state: str, *, is_alive:
     run_dir = str(told.get("run_dir", ""))
     most = max(int(orders["max_workers"]), 1)
     step, loss = newest_step(run_dir, range(most)) if run_dir else (None, None)
-    now = read(Path(run_dir, "run.json")).get("num_workers") if run_dir and state == "running" else None
+    run = read(Path(run_dir, "run.json")) if run_dir and state == "running" else {}
+    now = run.get("num_workers") if run.get("pid") == told.get("pid") else None  # not that of an earlier attempt
     names = ("pid", "run_dir", "exit_code", "cause", "message", "hint", "memory_bytes", "peak_memory_bytes")
     known = {name: told[name] for name in (*names, "started_at", "ended_at") if name in told}
-    workers = now if isinstance(now, int) and state == "running" else int(told.get("num_workers", 0))
+    workers = now if isinstance(now, int) else int(told.get("num_workers", 0))
     limits = tuple(map(str, told.get("limits", ())))
     return Seen(state=state, is_alive=is_alive, num_workers=workers, step=step, loss=loss, limits=limits, **known)
 
@@ -120,7 +124,7 @@ def _have_kept(folder: Path) -> None:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        env=inherited_env(),
+        env={**inherited_env(), MARK: str(folder)},
         check=False,
     )
     if done.returncode:
