@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 from shoal.spec.errors import ShoalError, UserError
 from shoal.verb_parser import Parser, parse_count, unknown
@@ -50,25 +50,22 @@ def people(argv: Sequence[str]) -> int:
         elif options.verb in ("add", "token"):
             _let_in(client, options)
         else:
-            kind, done = ("tokens", "is revoked") if options.verb == "revoke" else ("people", "is let in no more")
-            told = client.ask("DELETE", f"/api/{kind}/{quote(options.name, safe='')}", {})
-            put(told, options.json, f"{options.name} {done}")
+            is_token = options.verb == "revoke"
+            told = client.revoke_token(options.name) if is_token else client.remove_person(options.name)
+            put(told, options.json, f"{options.name} {'is revoked' if is_token else 'is let in no more'}")
     return 0
 
 
 def _let_in(client: "Client", options: argparse.Namespace) -> None:
     """Make somebody known, if that is asked for, and a token of theirs; it is shown once, and never kept."""
-    from shoal.service.people import digest_token, new_token
     from shoal.service.places import find_login
 
     days = parse_count(options.days, "--days")
-    path = f"/api/people/{quote(options.name, safe='')}"
     if options.verb == "add":
         limits = {"max_jobs": options.max_jobs, "max_workers": options.max_workers}
         counts = {name: int(text) if text and text.isdecimal() else text for name, text in limits.items()}
-        client.ask("PUT", path, {"role": options.role, "account": options.account, **counts})
-    secret = new_token()
-    told = client.ask("POST", f"{path}/tokens", {"digest": digest_token(secret).hex(), "days": days})
+        client.put_person(options.name, role=options.role, account=options.account, **counts)
+    secret = client.give_token(options.name, days)
     login = find_login()
     assert login is not None  # it has just been asked
     command = login_command(login)
@@ -81,7 +78,7 @@ def _let_in(client: "Client", options: argparse.Namespace) -> None:
     text += ["they say this, and paste it when asked:", "", f"  {command}"]
     if urlsplit(login.address).scheme == "http":
         text += ["", "from this machine only; for others: `shoal down`, then `shoal up --host 0.0.0.0`"]
-    put({**told, "token": secret, "login": command}, options.json, "\n".join(text))
+    put({"person": options.name, "days": days, "token": secret, "login": command}, options.json, "\n".join(text))
 
 
 def login_command(login: "Login") -> str:

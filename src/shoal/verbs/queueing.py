@@ -103,7 +103,8 @@ def tell_job(told: Mapping[str, Any]) -> str:
     from shoal.observe.clean import one_line
     from shoal.observe.status import duration
 
-    needs = [f"{told['cores']:g} cores"] + ([size(told["memory_bytes"])] if told["memory_bytes"] else [])
+    needs = [f"{told['cores']:g} core" + "s" * (told["cores"] != 1)]
+    needs += [size(told["memory_bytes"])] if told["memory_bytes"] else []
     needs += [f"{told['gpus']:g} GPUs"] if told["gpus"] else []
     limit = told["time_limit_seconds"]
     facts = {
@@ -236,6 +237,8 @@ def tell_change(verb: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """What became of jobs that were changed: a line each, for many of them one for each outcome. Pure."""
 
     def outcome(row: Mapping[str, Any]) -> str:
+        if row["state"] == row["before"] and row["state"] in ("finished", "failed", "cancelled"):
+            return f"was {row['state']} already"
         is_stopping = row["state"] in ("stopping", "running", "starting") and verb in ("cancel", "requeue")
         return "is being stopped" if is_stopping else f"{_DONE[verb]} (it was {row['before']})"
 

@@ -140,16 +140,14 @@ def audit(argv: Sequence[str]) -> int:
         raise UserError(f"There is no `shoal audit {options.what}`.", hint="did you mean `shoal audit verify`?")
     if options.expect and options.what is None:
         raise UserError("--expect is for `shoal audit verify`.")
-    from urllib.parse import quote
-
     from shoal.service.client import Client
 
     limit = parse_count(options.limit, "--limit")
     with Client(timeout_seconds=300.0) as client:
-        told = client.ask("GET", f"/api/audit?verify=1&expect={quote(options.expect)}")
+        told = client.audit(verify=1, expect=options.expect)
         if options.what is None:
             after = max(0, told["num_entries"] - limit)
-            told = client.ask("GET", f"/api/audit?after={after}&limit={limit}")
+            told = client.audit(after=after, limit=limit)
             put(told, options.json, tell_audit(told["entries"], width()))
             return 0
     put(told, options.json, tell_verdict(told))

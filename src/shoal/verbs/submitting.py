@@ -5,6 +5,7 @@ Which of them is one rule: with `--cluster` or `--address` the cluster, else the
 """
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -235,20 +236,24 @@ def _show_output(client: "Client", job: int) -> None:
 
     from shoal.engine.env import shoal_home
     from shoal.observe.logs import print_logs
+    from shoal.service.client import OVER
     from shoal.verbs.printing import say
 
     if not _is_here():
         say("what it prints is kept on the machine with the service")
         return
     teller, home = _Teller(job), shoal_home()
-    while (told := client.job(job))["state"] in ("waiting", "held", "starting"):
+    while (told := client.job(job))["state"] not in OVER:
         teller(told)
-        time.sleep(0.2)
-    try:
-        print_logs(home, told["run"], sys.stdout, follow=True)
-    except ShoalError:
         if told["state"] == "running":
-            raise
+            try:
+                print_logs(home, told["run"], sys.stdout, follow=True)
+                return
+            except ShoalError:
+                pass  # its folder is not there yet
+        time.sleep(0.2)
+    with contextlib.suppress(ShoalError):
+        print_logs(home, told["run"], sys.stdout)
 
 
 # --- to a cluster
