@@ -25,7 +25,7 @@ class Streams:
         self.num_open = 0
 
     async def news(self, paths: Sequence[tuple[str, str]], *, has_list: bool, has_jobs: bool) -> AsyncIterator[str]:
-        """What changes in runs, each an (id, path), in the list and in the queue, until the page is closed or the server ends."""
+        """What changes in runs, each an (id, path), in the list and in the queue, until nobody listens any more."""
         self.num_open += 1
         try:
             signatures = {run_id: await asyncio.to_thread(_sign, path) for run_id, path in paths}
