@@ -4,6 +4,7 @@ killed at any moment finds everything again. Every function is quick, and may be
 import os
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,16 @@ from shoal.checkpoint.disk import make_folder
 from shoal.engine.env import inherited_env
 from shoal.observe.ps import newest_step
 from shoal.observe.runs import is_held
-from shoal.service.folders import attempt_folder, job_folder, newest_token, read, write
+from shoal.service.folders import attempt_folder, job_folder, newest_token, read, reserve, write
 from shoal.service.orders import CAUSE_OF, CAUSES, Orders, Seen
+from shoal.service.processes import MARK
 from shoal.service.resources import here
 from shoal.spec.errors import UserError
 
 __all__ = ["CAUSES", "Orders", "Seen", "here", "look", "resize", "start", "stop"]
 
+START_SECONDS = 10.0
+"""How long a keeper may take from its start to its lock, on a machine that is very busy."""
 _DETACH_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "detach.py")
 
 
@@ -33,7 +37,10 @@ def start(jobs_folder: str, orders: Orders) -> None:
             return
         make_folder(folder)
         if not (folder / "orders.json").exists():
+            reserve(folder / "claimed.json")
+            reserve(folder / "ended.json")
             write(folder / "orders.json", asdict(orders), is_durable=True)
+        os.utime(folder / "orders.json")  # it was ordered now, if not for the first time
     except OSError as error:
         raise UserError(
             f"Job {orders.job} cannot be started.",
@@ -55,21 +62,30 @@ def look(jobs_folder: str, job: str, token: int) -> Seen:
     if ended:
         return _seen(orders, status | ended, "ended", is_alive=is_alive)
     if not (folder / "claimed.json").exists():
-        return _seen(orders, status, "starting", is_alive=is_alive)
+        return _seen(orders, status, "starting", is_alive=is_alive) if is_alive or _is_new(folder) else Seen()
     if not is_alive:
         told = {"cause": "lost", "message": f"The keeper of attempt {token} was killed, or its machine went down."}
         return _seen(orders, status | told, "ended", is_alive=False)
     return _seen(orders, status, "running" if status.get("pid") else "starting", is_alive=True)
 
 
+def _is_new(folder: Path) -> bool:
+    """Whether a keeper may still be on its way. One that has not come by now was killed before it began."""
+    try:
+        return time.time() - os.stat(folder / "orders.json").st_mtime < START_SECONDS
+    except OSError:
+        return False
+
+
 def _seen(orders: dict[str, Any], told: dict[str, Any], state: str, *, is_alive: bool) -> Seen:
     run_dir = str(told.get("run_dir", ""))
     most = max(int(orders["max_workers"]), 1)
     step, loss = newest_step(run_dir, range(most)) if run_dir else (None, None)
-    now = read(Path(run_dir, "run.json")).get("num_workers") if run_dir and state == "running" else None
+    run = read(Path(run_dir, "run.json")) if run_dir and state == "running" else {}
+    now = run.get("num_workers") if run.get("pid") == told.get("pid") else None  # not that of an earlier attempt
     names = ("pid", "run_dir", "exit_code", "cause", "message", "hint", "memory_bytes", "peak_memory_bytes")
     known = {name: told[name] for name in (*names, "started_at", "ended_at") if name in told}
-    workers = now if isinstance(now, int) and state == "running" else int(told.get("num_workers", 0))
+    workers = now if isinstance(now, int) else int(told.get("num_workers", 0))
     limits = tuple(map(str, told.get("limits", ())))
     return Seen(state=state, is_alive=is_alive, num_workers=workers, step=step, loss=loss, limits=limits, **known)
 
@@ -120,7 +136,7 @@ def _have_kept(folder: Path) -> None:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        env=inherited_env(),
+        env={**inherited_env(), MARK: str(folder)},
         check=False,
     )
     if done.returncode:

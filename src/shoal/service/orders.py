@@ -1,11 +1,12 @@
 """What a keeper is told to run, and what is seen of it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from shoal.place.cluster import Allocation, Devices
 
-CAUSES = ("finished", "failed", "oom", "cancelled", "preempted", "time_limit", "lost")
+CAUSES = ("finished", "failed", "out_of_memory", "cancelled", "preempted", "time_limit", "lost")
 """Why an attempt ended."""
 
 CAUSE_OF = {"cancel": "cancelled", "preempt": "preempted", "time": "time_limit"}
@@ -40,14 +41,21 @@ class Orders:
     grace_seconds: float = 10.0
 
 
+def orders_of(value: Mapping[str, Any]) -> Orders:
+    """Orders that were kept as JSON. Raises KeyError or TypeError where that is not what it is."""
+    known = {each.name: value[each.name] for each in fields(Orders)}
+    devices = {str(node): tuple(numbers) for node, numbers in known["devices"].items()}
+    return Orders(**known | {"argv": tuple(known["argv"]), "devices": devices})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
     """An attempt as its folder and its lock tell.
 
-    `state` is absent, starting, running or ended. `is_alive`: its keeper runs, or its launcher still does. An attempt
-    that is `starting` without being alive has not begun: order it again. `cause` is one of CAUSES once it has ended.
-    `memory_bytes` is what its processes use now on this machine, and `peak_memory_bytes` the most that was seen.
-    `limits` names what holds it: `memory`, `cpu` and `pids` by the kernel, `watchdog` by looks at its processes.
+    `state` is absent, starting, running or ended. `is_alive`: its keeper runs, or its launcher still does. One whose
+    keeper was killed before it began is absent again: order it once more. `cause` is one of CAUSES once it has ended.
+    `memory_bytes` is what its processes use now on this machine, and `peak_memory_bytes` the most that was
+    seen. `limits` names what holds its processes: `memory`, `cpu`, `pids` by the kernel, `watchdog` by looks at them.
     """
 
     state: str = "absent"
