@@ -74,7 +74,7 @@ def test_a_running_job_outlives_the_service_is_adopted_and_runs_once(home: Path)
         daemon.kill()
         daemon.start()
         began = time.monotonic()
-        wait_for("it is adopted", lambda: client.job(job)["state"] == "running" and client.job(job)["workers"] == 1)
+        wait_for("it is adopted", lambda: client.job(job)["is_seen"])
         adopted_seconds = time.monotonic() - began
         assert client.nodes()["nodes"][0]["free_cores"] == free
         (folder / "go").touch()
