@@ -13,7 +13,7 @@ from shoal.engine.env import RunFacts, is_loading_call, shoal_home
 from shoal.engine.fit import PLAIN_WORKER_BYTES, TORCH_WORKER_BYTES, check_memory
 from shoal.engine.grounds import Where, find_ground
 from shoal.engine.nursery import num_at_start, wants_spare
-from shoal.engine.signals import StopSignals
+from shoal.engine.signals import StopSignals, grace_of
 from shoal.engine.story import as_error, tell_failures
 from shoal.files import mask
 from shoal.observe.folder import RunFolder, claim, create, newest_step, read_facts
@@ -76,6 +76,7 @@ def run_job(
     if ground is None:
         check_memory(job.num_workers or 1, worker_bytes, job.options)
     wants_spare(job.options)
+    grace_of(job.options)
     num_at_start(job.options, job.min_workers, job.num_workers or 1)
     crew = Crew(
         job=job,

@@ -19,7 +19,7 @@ from shoal.engine.local import LocalEngine
 from shoal.engine.machine import OutOfMemoryKills, available_cores, out_of_memory_kills
 from shoal.engine.nursery import num_at_start, wants_spare
 from shoal.engine.requests import RequestSocket
-from shoal.engine.signals import StopSignals, holding_back_ctrl_c
+from shoal.engine.signals import StopSignals, grace_of, holding_back_ctrl_c
 from shoal.engine.story import tell_error
 from shoal.observe.folder import RunFolder
 from shoal.spec.errors import ShoalError
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from shoal.observe.journal import Journal
     from shoal.observe.system import SystemWriter
     from shoal.sending import Sending
-
-GRACE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +120,7 @@ class Watch:
                 self._follow(engine, requests)
             finally:
                 stopped_at = time.time() if engine.pids else None
-                engine.stop(GRACE_SECONDS)
+                engine.stop(grace_of(crew.job.options))
                 self._record(engine.poll())
                 engine.close()
                 if self._console is not None:

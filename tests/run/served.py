@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,16 +17,18 @@ from shoal.service.places import read_up, service_folder
 class Daemon:
     """The service of one home. Its port and its token are found in its files, as everybody finds them."""
 
-    def __init__(self, home: Path) -> None:
-        self.home = home
+    def __init__(self, home: Path, host: str = "127.0.0.1") -> None:
+        self.home, self.host = home, host
         self.folder = service_folder(str(home))
         self.process: subprocess.Popen[bytes] | None = None
+        with socket.create_server((host, 0)) as free:
+            self._port = free.getsockname()[1]
 
     def start(self) -> None:
         """Start it; it is not up yet when this returns."""
         log = open(self.home / "service.log", "ab")  # noqa: SIM115 - closed below
         with log:
-            command = [sys.executable, "-m", "shoal.service.daemon", str(self.home), "127.0.0.1", "0"]
+            command = [sys.executable, "-m", "shoal.service.daemon", str(self.home), self.host, str(self._port)]
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def wait_up(self, seconds: float = 60.0) -> None:
@@ -57,10 +60,10 @@ class Daemon:
 
 
 @contextlib.contextmanager
-def serving(home: Path) -> Iterator[Daemon]:
+def serving(home: Path, host: str = "127.0.0.1") -> Iterator[Daemon]:
     """A service that is up. Whatever it started is ended with it."""
     os.makedirs(home, exist_ok=True)
-    daemon = Daemon(home)
+    daemon = Daemon(home, host)
     daemon.start()
     try:
         daemon.wait_up()

@@ -1,7 +1,9 @@
 """Attempts at jobs: made once, never two at a time, found again by whoever looks, ended for named reasons."""
 
+import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import pytest
 from shoal.observe.runs import is_held
 from shoal.service.attempts import Orders, Seen, look, resize, start, stop
 from shoal.service.processes import marked
+from shoal.spec.errors import UserError
 from shoal.testing import rigs
 
 STORY = "import os\nwith open('story', 'a') as file: print('ran', os.environ['SHOAL_ATTEMPT'], file=file)\n"
@@ -201,3 +204,46 @@ def test_an_elastic_job_begins_with_what_it_was_given_and_changes_its_size(home:
         wait_until(lambda wanted=num_workers: look(jobs_of(home), "7", 1).num_workers == wanted)  # type: ignore[misc]
     stop(jobs_of(home), "7", 1, "preempt")
     assert wait_for_end(home).cause == "preempted"
+
+
+@rigs.needs("root", "mount", "mounting")
+@pytest.mark.slow
+def test_a_full_disk_hides_nothing(home: Path) -> None:
+    """What became of an attempt is told though the job has filled the disk; where there is no room, none begins."""
+    with rigs.small_disk(4) as disk:
+        jobs = str(disk.path / "jobs")
+        start(jobs, orders(home, f"open({str(disk.path / 'big')!r}, 'wb').write(bytes(8 << 20))\n"))
+        wait_until(lambda: look(jobs, "7", 1).state == "ended")
+        assert look(jobs, "7", 1).cause == "failed"
+        assert look(jobs, "7", 1).exit_code == 1
+        with pytest.raises(UserError, match="cannot be started"):
+            start(jobs, orders(home, STORY, token=2))
+        assert look(jobs, "7", 2).state == "absent"
+        (disk.path / "big").unlink()
+        start(jobs, orders(home, STORY, token=2, is_resumed=True))
+        wait_until(lambda: look(jobs, "7", 2).state == "ended" and not look(jobs, "7", 2).is_alive)
+        assert look(jobs, "7", 2).cause == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_whatever_is_killed_nothing_runs_twice(home: Path) -> None:
+    """Keeper, launcher, worker or several are killed at random moments; each attempt says when it begins and ends."""
+    script = STORY + "import time\ntime.sleep(0.3)\n" + STORY.split("\n")[1].replace("'ran'", "'end'")
+    dice = random.Random(1)
+    for token in range(1, 41):
+        start(jobs_of(home), orders(home, script, token=token))
+        time.sleep(dice.uniform(0.0, 1.5))
+        for pid in marked([home / "jobs" / "7" / str(token)]):
+            if dice.random() < 0.6:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not marked([home / "jobs" / "7" / str(token) for token in range(1, 41)]))
+    lines = (home / "story").read_text().splitlines()
+    current = 0
+    for line in lines:
+        word, _, folder = line.partition(" ")
+        token = int(Path(folder).name)
+        assert token > current if word == "ran" else token == current, f"{line} after attempt {current} began"
+        current = token
+    assert current > 0

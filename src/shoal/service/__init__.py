@@ -1,1 +1,1 @@
-"""Many jobs, many people: the queue that loses nothing, what starts its jobs, and how it is asked."""
+"""Many jobs, many people: the queue, who may ask for what, and what runs the jobs."""

@@ -4,6 +4,7 @@ killed at any moment finds everything again. Every function is quick, and may be
 import os
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from shoal.spec.errors import UserError
 
 __all__ = ["CAUSES", "Orders", "Seen", "here", "look", "resize", "start", "stop"]
 
+START_SECONDS = 10.0
+"""How long a keeper may take from its start to its lock, on a machine that is very busy."""
 _DETACH_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "detach.py")
 
 
@@ -37,6 +40,7 @@ def start(jobs_folder: str, orders: Orders) -> None:
             reserve(folder / "claimed.json")
             reserve(folder / "ended.json")
             write(folder / "orders.json", asdict(orders), is_durable=True)
+        os.utime(folder / "orders.json")  # it was ordered now, if not for the first time
     except OSError as error:
         raise UserError(
             f"Job {orders.job} cannot be started.",
@@ -58,11 +62,19 @@ def look(jobs_folder: str, job: str, token: int) -> Seen:
     if ended:
         return _seen(orders, status | ended, "ended", is_alive=is_alive)
     if not (folder / "claimed.json").exists():
-        return _seen(orders, status, "starting", is_alive=is_alive)
+        return _seen(orders, status, "starting", is_alive=is_alive) if is_alive or _is_new(folder) else Seen()
     if not is_alive:
         told = {"cause": "lost", "message": f"The keeper of attempt {token} was killed, or its machine went down."}
         return _seen(orders, status | told, "ended", is_alive=False)
     return _seen(orders, status, "running" if status.get("pid") else "starting", is_alive=True)
+
+
+def _is_new(folder: Path) -> bool:
+    """Whether a keeper may still be on its way. One that has not come by now was killed before it began."""
+    try:
+        return time.time() - os.stat(folder / "orders.json").st_mtime < START_SECONDS
+    except OSError:
+        return False
 
 
 def _seen(orders: dict[str, Any], told: dict[str, Any], state: str, *, is_alive: bool) -> Seen:

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from shoal.service.people import TOKEN_DAYS, digest_token, new_token
-from shoal.service.places import Login, find_login
+from shoal.service.places import Login, find_login, is_down
 from shoal.spec.errors import ShoalError, UserError
 
 OVER = ("finished", "failed", "cancelled")
@@ -190,6 +190,9 @@ class Client:
             return self._connection, self._login
         # Looked up each time: a service that was started anew may be at another port.
         login = self._given or find_login()
+        if self._given is None and is_down():
+            # Somebody else may listen at its port by now, and must not be shown a token.
+            raise ConnectionRefusedError("it was killed, or is just starting")
         if login is None:
             raise UserError("No service is up on this machine.", hint="`shoal up` starts one")
         parts = urlsplit(login.address)

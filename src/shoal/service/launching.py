@@ -19,9 +19,11 @@ def command_of(orders: Orders, run_dir: Path, *, goes_on: bool) -> list[str]:
     is_elastic = orders.min_workers < orders.max_workers
     size = f"{orders.min_workers}:{orders.max_workers}" if is_elastic else str(orders.num_workers)
     start = ["-o", f"engine.start={orders.num_workers}"] if is_elastic else []
+    # A little less than we wait, so that a launcher whose workers do not end in time can still say so.
+    grace = ["-o", f"engine.grace={orders.grace_seconds * 0.9:.3f}"]
     place = ["--resume", str(run_dir)] if goes_on else ["--name", orders.run_name]
     # With -P nothing in the user's folder is taken for a part of Python.
-    return [sys.executable, "-P", "-m", "shoal", "run", "--quiet", "-n", size, *start, *place, *orders.argv]
+    return [sys.executable, "-P", "-m", "shoal", "run", "--quiet", "-n", size, *start, *grace, *place, *orders.argv]
 
 
 def launch(

@@ -52,9 +52,9 @@ def orders_of(value: Mapping[str, Any]) -> Orders:
 class Seen:
     """An attempt as its folder and its lock tell.
 
-    `state` is absent, starting, running or ended. `is_alive`: its keeper runs, or its launcher still does. An attempt
-    that is `starting` without being alive has never begun: order it again. `cause` is one of CAUSES once it has
-    ended. `memory_bytes` is what its processes use now on this machine, and `peak_memory_bytes` the most that was
+    `state` is absent, starting, running or ended. `is_alive`: its keeper runs, or its launcher still does. One whose
+    keeper was killed before it began is absent again: order it once more. `cause` is one of CAUSES once it has ended.
+    `memory_bytes` is what its processes use now on this machine, and `peak_memory_bytes` the most that was
     seen. `limits` names what holds its processes: `memory`, `cpu`, `pids` by the kernel, `watchdog` by looks at them.
     """
 

@@ -66,6 +66,12 @@ def is_up(up: Up | None) -> bool:
         return False
 
 
+def is_down() -> bool:
+    """Whether a service of this home was up and did not end well: it is to come back."""
+    up = read_up(service_folder())
+    return up is not None and not is_up(up)
+
+
 def find_login() -> Login | None:
     """How to ask the service that is up here, or the one that this person has logged in to; None where there is none.
 

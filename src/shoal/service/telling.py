@@ -39,6 +39,7 @@ def tell_job(job: Job, now: float, wait: Wait | None = None, seen: Any = None) -
         "submitted": job.submitted_wall,
         "started": job.started_wall,
         "ended": job.ended_wall,
+        "is_seen": seen is not None,
         "step": getattr(seen, "step", None),
         "loss": getattr(seen, "loss", None),
         "exit_code": job.exit_code,
