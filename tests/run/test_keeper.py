@@ -194,6 +194,17 @@ def test_a_preempted_job_goes_on_where_it_was_and_comes_to_the_same(home: Path) 
 
 
 @pytest.mark.slow
+def test_a_preempted_job_saves_a_step_that_takes_longer_than_a_moment(home: Path) -> None:
+    """A step of 3 s, 0.4 s a shard: workers have the grace of the job, not the 2 s that a terminal gives."""
+    start(jobs_of(home), orders(home, TRAINING.replace("0.02", "0.4"), "90", "7", grace_seconds=20.0))
+    wait_for_steps(home, 1)
+    stop(jobs_of(home), "7", 1, "preempt")
+    seen = wait_for_end(home)
+    assert (seen.cause, seen.message) == ("preempted", "")
+    assert list((home / "home/runs/job-7/checkpoints").glob("step-*"))
+
+
+@pytest.mark.slow
 def test_an_elastic_job_begins_with_what_it_was_given_and_changes_its_size(home: Path) -> None:
     size = {"min_workers": 1, "max_workers": 2, "num_workers": 1, "memory_bytes": 1 << 30}
     start(jobs_of(home), orders(home, TRAINING, "5000", "7", **size))
