@@ -101,6 +101,17 @@ def newest_items(run_dir: str) -> tuple[int, int | None] | None:
     return (done, total if isinstance(total, int) else None) if isinstance(done, int) else None
 
 
+def newest_failure(run_dir: str, since: float) -> dict[str, Any]:
+    """The first cause of a run that has failed since then, as its journal tells it; empty where it tells of none."""
+    for line in reversed(newest_lines(os.path.join(run_dir, "journal.jsonl"), 20).split(b"\n")):
+        if b'"run_ended"' in line:
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                event = json.loads(line)
+                if event["kind"] == "run_ended" and event["time"] >= since:
+                    return dict(event["data"]["cause"] or {})
+    return {}
+
+
 def _newest(run_dir: str, kind: str, num_lines: int = 200) -> dict[str, Any] | None:
     """The data of the newest event of that kind near the end of the journal."""
     lines = newest_lines(os.path.join(run_dir, "journal.jsonl"), num_lines)

@@ -1,4 +1,4 @@
-"""Being told to end: the step is finished and a checkpoint saved first, if that takes no longer than a moment."""
+"""Being told to end: the step is finished and a checkpoint saved first, if half the grace is enough for that."""
 
 import os
 import signal
@@ -6,9 +6,10 @@ import threading
 from types import FrameType
 
 from shoal.engine.env import WorkerFacts
+from shoal.engine.signals import grace_of
 
-PATIENCE_SECONDS = 1.0
-"""Whoever told us to end kills us after little more than this."""
+PATIENCE = 0.5
+"""The part of the grace that we use: whoever told us to end kills us after all of it."""
 
 
 class Ending:
@@ -25,6 +26,7 @@ class Ending:
         self.is_asked = False
         self.is_stepping = False
         self._agent = os.getppid() if facts.has_agent else None
+        self._patience_seconds = PATIENCE * grace_of(facts.options)
         is_ours = facts.control_fd is not None and threading.current_thread() is threading.main_thread()
         if is_ours and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._take)
@@ -35,7 +37,7 @@ class Ending:
         if not self.is_stepping or self._agent not in (None, os.getppid()):
             self.end()
         self.is_asked = True
-        timer = threading.Timer(PATIENCE_SECONDS, self.end)
+        timer = threading.Timer(self._patience_seconds, self.end)
         timer.daemon = True
         timer.start()
 

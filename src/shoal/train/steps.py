@@ -301,6 +301,7 @@ class Steps:
     def _end(self) -> None:
         """Save what there is and end, because we were asked to."""
         self.course.keep()
+        self.recorder.flush()  # a death by signal writes nothing any more
         if self.ending.is_asked:
             self.ending.end()
         raise SystemExit(143)
