@@ -181,7 +181,7 @@ def _end(job: Job, cause: str, message: str, exit_code: int | None, now: float, 
         return replace(
             freed, state=CANCELLED, cause="cancelled", message=job.message or message, has_run=True, ended_wall=wall
         )
-    if cause == "preempted" or (job.wish == "preempt" and cause != "oom"):
+    if cause == "preempted" or (job.wish == "preempt" and cause != "out_of_memory"):
         return replace(
             freed,
             state=WAITING,

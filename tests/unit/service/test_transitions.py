@@ -40,12 +40,12 @@ def test_a_job_goes_from_waiting_to_finished_and_gives_back_what_it_had():
     ("wish", "cause", "state"),
     [
         ("", "failed", "failed"),
-        ("", "oom", "failed"),
+        ("", "out_of_memory", "failed"),
         ("", "time_limit", "failed"),
         ("", "lost", "waiting"),
         ("", "preempted", "waiting"),
         ("preempt", "failed", "waiting"),
-        ("preempt", "oom", "failed"),
+        ("preempt", "out_of_memory", "failed"),
         ("preempt", "finished", "finished"),
         ("cancel", "finished", "finished"),
         ("cancel", "cancelled", "cancelled"),
@@ -111,7 +111,7 @@ MOVES = {
     "runs": lambda job: moves.see(job, Seen(state="running", num_workers=2), 7.0, 1.0),
     **{
         cause: lambda job, cause=cause: moves.see(job, ended(cause), 8.0, 1.0)
-        for cause in ("finished", "failed", "oom", "preempted", "cancelled", "lost")
+        for cause in ("finished", "failed", "out_of_memory", "preempted", "cancelled", "lost")
     },
 }
 
