@@ -35,7 +35,8 @@ export function showJobs(root: HTMLElement, onState: (isLive: boolean) => void):
   const about = h("p", { class: "quiet small", role: "status" });
   const list = h("div", null, loading("the queue"));
   const rest = h("div", { class: "stack" });
-  fill(root, h("div", { class: "head head-row" }, h("h1", null, "Queue"), about), tools, list, rest);
+  const all = h("div", { class: "stack" }, list, rest);
+  fill(root, h("div", { class: "head head-row" }, h("h1", null, "Queue"), about), tools, all);
 
   function change(some: Partial<typeof state>): void {
     Object.assign(state, some);
@@ -103,11 +104,11 @@ function section(title: string, inner: HTMLElement): HTMLElement {
 
 function table(label: string, titles: [string, string][], rows: HTMLElement[]): HTMLElement {
   const heads = titles.map(([title, kind]) => h("th", { scope: "col", class: kind }, title));
-  return h("div", { class: "card table-card" }, h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, h("table", null, h("thead", null, h("tr", null, ...heads)), h("tbody", null, ...rows))));
+  return h("div", { class: "card table-card" }, h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, h("table", { class: "queue" }, h("thead", null, h("tr", null, ...heads)), h("tbody", null, ...rows))));
 }
 
 function jobs(told: Told): HTMLElement {
-  const titles: [string, string][] = [["Job", "number"], ["Name", ""], ["Owner", ""], ["State", ""], ["Workers", "number"], ["Class", "hide-narrow"], ["Priority", "number hide-narrow"], ["Time", "number"], ["Starts", "hide-narrow"]];
+  const titles: [string, string][] = [["Job", "number"], ["Name", ""], ["Owner", "hide-narrow"], ["State", ""], ["Workers", "number hide-narrow"], ["Class", "hide-narrow"], ["Priority", "number hide-narrow"], ["Time", "number"], ["Starts", "hide-narrow"]];
   const shown = table("Jobs", titles, told.jobs.flatMap(lines));
   const left = told.total - told.jobs.length;
   return left > 0 ? h("div", null, shown, h("p", { class: "quiet small" }, `${count(left)} more; search for less to see them`)) : shown;
@@ -117,21 +118,21 @@ function lines(job: Job): HTMLElement[] {
   const bounds = job.is_elastic ? `${job.min_workers} to ${job.max_workers}` : String(job.max_workers);
   const hasNodes = Object.keys(job.nodes).length > 0;
   const isWaiting = job.state === "waiting" || job.state === "held";
+  const reason = job.why || (job.state === "failed" ? job.message : "");
   const cell = (kind: string, ...inner: Child[]): HTMLElement => h("td", { class: kind }, ...inner);
   const row = h(
     "tr",
-    { "data-job": job.job },
+    { "data-job": job.job, class: reason ? "has-reason" : null },
     cell("number", h("a", { href: `/?search=${encodeURIComponent(job.run)}`, "data-focus": `job-${job.job}`, title: "Its run" }, job.job)),
     cell("name", bdi(job.index === null ? job.name : `${job.name}[${job.index}]`)),
-    cell("", bdi(job.owner)),
+    cell("hide-narrow", bdi(job.owner)),
     cell("", h("span", { class: `status ${TONES[job.state] ?? ""}` }, job.state === "waiting" && job.position ? `waiting, number ${job.position}` : job.state)),
-    cell("number", hasNodes ? `${job.workers} of ${bounds}` : bounds),
+    cell("number hide-narrow", hasNodes ? `${job.workers} of ${bounds}` : bounds),
     cell("hide-narrow", job.class),
     cell("number hide-narrow", number(job.priority)),
     h("td", { class: "number fixed", title: `submitted ${clock(job.submitted)}` }, duration(isWaiting ? job.waited_seconds : job.run_seconds)),
     cell("fixed hide-narrow", job.eta_seconds === null ? "" : `in ${duration(job.eta_seconds)}`),
   );
-  const reason = job.why || (job.state === "failed" ? job.message : "");
   return reason ? [row, h("tr", { class: "reason" }, h("td", null), h("td", { colspan: 8, class: "quiet small" }, bdi(reason)))] : [row];
 }
 

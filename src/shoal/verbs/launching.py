@@ -58,7 +58,7 @@ def run(argv: list[str]) -> int:
     from shoal.run import Keep, run_job
 
     resumed = _find_resumed(options) if options.resume is not None else None
-    job = read_job(options, rest, resumed.facts.get("job", {}) if resumed else {})
+    job = read_job(options, rest, resumed.facts.get("job", {}) if resumed else {}, _count_slots(options.hosts))
     keep = Keep(
         dir=resumed.path if resumed else options.log_dir,
         name=check_name(options),
@@ -107,7 +107,9 @@ def split_at_script(argv: Sequence[str], known: Options = RUN_OPTIONS) -> tuple[
     return list(argv[:place]), list(argv[place:])
 
 
-def read_job(options: argparse.Namespace, rest: list[str], recorded: Mapping[str, Any]) -> "Job":
+def read_job(
+    options: argparse.Namespace, rest: list[str], recorded: Mapping[str, Any], default_workers: int = 1
+) -> "Job":
     """The job that was asked for; `recorded` is that of the run it goes on with."""
     from shoal.spec.job import Job
 
@@ -118,7 +120,7 @@ def read_job(options: argparse.Namespace, rest: list[str], recorded: Mapping[str
     if not script and not module:
         raise UserError("No script was named.", hint="for example: `shoal run -n 2 train.py`")
     if options.num_workers is None:
-        least, most = recorded.get("min_workers"), recorded.get("num_workers") or _count_slots(options.hosts)
+        least, most = recorded.get("min_workers"), recorded.get("num_workers") or default_workers
     else:
         least, most = parse_range(options.num_workers)
     if least is not None and options.framework != "torch":
