@@ -10,7 +10,7 @@ demo: $(VENV)/.ready
 
 # Two files at a time: most tests start processes, and half of the time wait for them.
 test: $(VENV)/.dev page
-	$(BIN)/python -m pytest -m "not slow" --numprocesses=2 --dist=loadfile
+	$(BIN)/python -m pytest -m "not slow" --numprocesses=2 --dist=loadfile --durations=40
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -51,12 +51,13 @@ class RequestSocket:
         """Take what callers have said and answer whole requests; `answer` may raise UserError."""
         for key, _ in self._selector.select(0):
             if key.fileobj is self._listener:
-                for _ in range(MAX_CALLERS):
-                    self._accept()
+                while len(self._deadlines) < MAX_CALLERS and self._accept():
+                    pass
             elif isinstance(key.fileobj, socket.socket):
                 self._serve(key.fileobj, answer)
         for caller in [caller for caller, deadline in self._deadlines.items() if time.monotonic() > deadline]:
             self._drop(caller)
+        self._watch_listener()
 
     def close(self) -> None:
         for caller in list(self._deadlines):
@@ -73,18 +74,29 @@ class RequestSocket:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
         assert self._listener is not None
         try:
             caller, _ = self._listener.accept()
         except OSError:
-            return
-        if len(self._deadlines) >= MAX_CALLERS or _user_of(caller) not in (os.geteuid(), 0):
+            return False
+        if _user_of(caller) not in (os.geteuid(), 0):
             caller.close()
-            return
+            return True
         caller.setblocking(False)
         self._deadlines[caller] = time.monotonic() + CALLER_SECONDS
         self._selector.register(caller, selectors.EVENT_READ)
+        return True
+
+    def _watch_listener(self) -> None:
+        """Who finds no room waits in the kernel's queue, and is not looked at until there is some."""
+        if self._listener is None:
+            return
+        is_watched = self._listener in self._selector.get_map()
+        if len(self._deadlines) >= MAX_CALLERS and is_watched:
+            self._selector.unregister(self._listener)
+        elif len(self._deadlines) < MAX_CALLERS and not is_watched:
+            self._selector.register(self._listener, selectors.EVENT_READ)
 
     def _serve(self, caller: socket.socket, answer: Answer) -> None:
         """A request is one line that arrives at once: whoever sends less, or more, is not one of ours."""
