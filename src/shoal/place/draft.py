@@ -24,14 +24,14 @@ class Use:
 
 @dataclass(slots=True)
 class Draft:
-    """Who would hold what. `free` is what nobody has; `reach` adds what may be taken away for the job at hand.
+    """Who would hold what. `free` is what nobody has; `reach` adds what may be taken away for the job at hand, and is
+    made when somebody first needs it.
 
     `exposed` says, job by job, what of it is in `reach` only. `why` are the reasons for changes, job by job.
     """
 
     cluster: Cluster
     free: Finder
-    reach: Finder
     jobs: Mapping[str, Queued]
     needs: Mapping[str, Need]
     partitions: Mapping[str, Partition]
@@ -41,6 +41,17 @@ class Draft:
     uses: dict[tuple[str, str], Use] = field(default_factory=dict)
     totals: dict[str, tuple[int, int]] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
+    reached: Finder | None = None
+
+    @property
+    def reach(self) -> Finder:
+        if self.reached is None:
+            space = self.free.space.copy()
+            for name, shown in self.exposed.items():
+                for at, (workers, devices) in shown.items():
+                    space.give_back(at, self.needs[name], workers, devices)
+            self.reached = self.free.over(space)
+        return self.reached
 
     def hold(self, job: Queued, spots: Spots) -> None:
         """Give the job these workers as well. There must be room."""
@@ -50,7 +61,8 @@ class Draft:
             devices = space.pick_devices(at, need, workers)
             self._seat(held, at, workers, devices)
             space.take(at, need, workers, devices)
-            self.reach.space.take(at, need, workers, devices)
+            if self.reached is not None:
+                self.reached.space.take(at, need, workers, devices)
         self._count(job, sum(spots.values()))
 
     def adopt(self, job: Queued) -> None:
@@ -74,7 +86,8 @@ class Draft:
         """From here on, this part of a job may be taken away."""
         shown = self.exposed.setdefault(job_id, {})
         for at, (workers, devices) in part.items():
-            self.reach.space.give_back(at, self.needs[job_id], workers, devices)
+            if self.reached is not None:
+                self.reached.space.give_back(at, self.needs[job_id], workers, devices)
             self._seat(shown, at, workers, devices)
 
     def protect(self, job_id: str, part: Held | None = None) -> None:
@@ -85,7 +98,8 @@ class Draft:
         part = dict(shown) if part is None else part
         for at, (workers, devices) in part.items():
             if at in shown:
-                self.reach.space.take(at, self.needs[job_id], workers, devices)
+                if self.reached is not None:
+                    self.reached.space.take(at, self.needs[job_id], workers, devices)
                 self._unseat(shown, at, workers, devices)
         if not shown:
             del self.exposed[job_id]
@@ -105,8 +119,8 @@ class Draft:
                 rest, rest_devices = workers - both, devices[: len(devices) - both * width]
             else:
                 rest, rest_devices = workers, devices
-            if rest:
-                self.reach.space.give_back(at, need, rest, rest_devices)
+            if rest and self.reached is not None:
+                self.reached.space.give_back(at, need, rest, rest_devices)
             self._unseat(held, at, workers, devices)
         if not shown:
             self.exposed.pop(job_id, None)
@@ -185,7 +199,6 @@ def draft_of(cluster: Cluster) -> Draft:
     draft = Draft(
         cluster=cluster,
         free=Finder(space, mix, cluster.links),
-        reach=Finder(space, mix, cluster.links),
         jobs={job.id: job for job in cluster.jobs},
         needs={job.id: asks[job.ask] for job in cluster.jobs},
         partitions=partitions,
@@ -196,7 +209,4 @@ def draft_of(cluster: Cluster) -> Draft:
     for job in cluster.jobs:
         if job.allocation:
             draft.adopt(job)
-    draft.reach = Finder(space.copy(), mix, cluster.links)
-    space.changes.clear()
-    draft.reach.masks, draft.reach.holders = draft.free.masks, draft.free.holders
     return draft

@@ -8,6 +8,7 @@ import numpy as np
 from shoal.place.cluster import Cluster, Node, Partition, Queued
 from shoal.place.mix import Floats, Mix
 from shoal.place.space import MILLI, Bools, Ints, Need, Space, mask_of, need_of
+from shoal.place.states import Numbered, States
 from shoal.spec.errors import UserError
 
 Links = Mapping[tuple[str, str], float]
@@ -37,10 +38,18 @@ class Row:
 
 
 @dataclass(slots=True)
+class Fits:
+    """What one need makes of every state: workers that fit, and how well."""
+
+    counts: Ints
+    scores: Floats
+
+
+@dataclass(slots=True)
 class Finder:
     """Finds nodes in a `Space`. It remembers, need by need, how every node fits, and looks again where that changed.
 
-    So a decision over ten thousand nodes costs one scan for each different need, and little for each job after it.
+    Scores are worked out for states, not for nodes, so a decision over ten thousand nodes costs little for each job.
     """
 
     space: Space
@@ -50,7 +59,19 @@ class Finder:
     rows: dict[tuple[Need, frozenset[str]], Row] = field(default_factory=dict)
     masks: dict[tuple[frozenset[str], frozenset[str]], Bools] = field(default_factory=dict)
     holders: dict[str, Bools] = field(default_factory=dict)
-    losses: tuple[Floats, int] | None = None
+    states: States = field(default_factory=States)
+    fits: dict[Need, Fits] = field(default_factory=dict)
+    failed: dict[tuple[Need, frozenset[str]], tuple[int, int]] = field(default_factory=dict)
+    numbered: Numbered = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.numbered = Numbered(self.space, self.states)
+
+    def over(self, space: Space) -> "Finder":
+        """One for another space of the same nodes, which shares what is known of states."""
+        return Finder(
+            space, self.mix, self.links, set(self.barred), {}, self.masks, self.holders, self.states, self.fits
+        )
 
     def row(self, need: Need, zone: frozenset[str]) -> Row:
         """How every node fits this need, as of now. `zone` are the partitions it may use."""
@@ -58,14 +79,19 @@ class Finder:
         row = self.rows.get((need, zone))
         mask = self.mask(need.kinds, zone)
         if row is None or len(changes) - row.seen > len(mask) // 4:
-            counts = np.where(mask, self.space.counts(need, slice(None)), 0)
-            row = Row(counts, self._scores(need, np.arange(len(counts)), counts), len(changes))
+            numbers = self.numbered.now()
+            fits = self._fits(need)
+            row = Row(
+                np.where(mask, fits.counts[numbers], 0), np.where(mask, fits.scores[numbers], NEVER), len(changes)
+            )
             self.rows[need, zone] = row
         elif row.seen < len(changes):
-            at = np.array(sorted(set(changes[row.seen :])), np.int64)
-            counts = np.where(mask[at], self.space.counts(need, at), 0)
-            row.counts[at] = counts
-            row.scores[at] = self._scores(need, at, counts)
+            at = np.array(changes[row.seen :], np.int64)
+            at = at[mask[at]]
+            numbers = self.numbered.now()[at]
+            fits = self._fits(need)
+            row.counts[at] = fits.counts[numbers]
+            row.scores[at] = fits.scores[numbers]
             row.seen = len(changes)
         return row
 
@@ -77,54 +103,34 @@ class Finder:
             self.masks[kinds, zone] = found
         return found
 
-    def _scores(self, need: Need, at: Ints, counts: Ints) -> Floats:
-        """How bad it would be to put one worker on each of these nodes; never where none has room."""
-        scores = np.full(len(at), NEVER)
+    def _fits(self, need: Need) -> Fits:
+        """How every state fits this need; those that are new are worked out."""
+        fits = self.fits.get(need)
+        first = 0 if fits is None else len(fits.counts)
+        if fits is not None and first == len(self.states.listed):
+            return fits
+        space = self.states.room(self.space, first)
+        counts = space.counts(need, slice(None))
+        scores = np.full(len(counts), NEVER)
         able = np.flatnonzero(counts > 0)
         if len(able):
-            scores[able] = self.score(need, at[able])
-        return scores
+            scores[able] = self.score(need, space, able)
+        if fits is not None:
+            counts, scores = np.append(fits.counts, counts), np.append(fits.scores, scores)
+        fits = self.fits[need] = Fits(counts, scores)
+        return fits
 
-    def score(self, need: Need, at: Ints) -> Floats:
+    def score(self, need: Need, space: Space, at: Ints) -> Floats:
         """The lower the better, from -1 to 1: GPUs that one worker more would make useless for what usually comes.
 
         Those that others ask for by their kind are spared, and among equals the best fit goes first.
         """
-        fit = FIT_WEIGHT * self.fit(need, at)
+        fit = FIT_WEIGHT * _fit(space, need, at)
         if self.mix is None:
             return fit
-        worse = self.mix.lost(self.space.rooms_after(need, at)) - self._lost()[at]
-        cost = (worse + SCARCE_WEIGHT * need.gpu * self.mix.scarce[self.space.kind[at]]) / MILLI
+        worse = self.mix.lost(space.rooms_after(need, at)) - self.mix.lost(space.rooms(at))
+        cost = (worse + SCARCE_WEIGHT * need.gpu * self.mix.scarce[space.kind[at]]) / MILLI
         return np.asarray(cost / (1.0 + np.abs(cost)) + fit, np.float64)
-
-    def _lost(self) -> Floats:
-        """What is lost on every node as it is."""
-        assert self.mix is not None
-        changes = self.space.changes
-        if self.losses is None:
-            self.losses = self.mix.lost(self.space.rooms(slice(None))), len(changes)
-        lost, seen = self.losses
-        if seen < len(changes):
-            at = np.array(sorted(set(changes[seen:])), np.int64)
-            lost[at] = self.mix.lost(self.space.rooms(at))
-            self.losses = lost, len(changes)
-        return lost
-
-    def fit(self, need: Need, at: Ints | slice) -> Floats:
-        """How much would be left, as parts of a full node. GPUs count most.
-
-        A worker without a GPU avoids nodes that have some free, so that no GPU is left without cores.
-        """
-        space = self.space
-        tops = space.tops
-        cores, memory, gpus = space.cores[at] / tops[0], space.memory[at] / tops[1], space.gpu_sum[at] / tops[2]
-        if not need.gpu:
-            return np.asarray(2 * gpus + cores + memory, np.float64)
-        if need.share:
-            free = space.gpu[at]
-            left = np.where(free >= need.share, free - need.share, MILLI).min(axis=1) / MILLI
-            return np.asarray(left + gpus + 0.25 * (cores + memory), np.float64)
-        return np.asarray(2 * gpus + 0.25 * (cores + memory), np.float64)
 
     def most(self, need: Need, zone: frozenset[str]) -> int:
         """How many workers with this need have room now."""
@@ -136,6 +142,17 @@ class Finder:
         self, job: Queued, need: Need, workers: int, zone: frozenset[str], favour: Floats | None = None
     ) -> Spots | None:
         """Nodes for so many workers, all of them or None. `favour` is taken off the scores."""
+        gains, least = self.failed.get((need, zone), (-1, 0))
+        if gains == self.space.num_gains and workers >= least:
+            return None
+        spots = self._pick(job, need, workers, zone, favour)
+        if spots is None:
+            self.failed[need, zone] = self.space.num_gains, workers
+        return spots
+
+    def _pick(
+        self, job: Queued, need: Need, workers: int, zone: frozenset[str], favour: Floats | None
+    ) -> Spots | None:
         row = self.row(need, zone)
         counts, scores = row.counts, row.scores
         if self.barred:
@@ -146,7 +163,7 @@ class Finder:
         if favour is not None:
             scores = scores - favour
         if job.is_spread:
-            return _spread(counts, self.fit(need, slice(None)), workers)
+            return _spread(counts, _fit(self.space, need, slice(None)), workers)
         if workers == 1 and not self.barred:
             at = int(scores.argmin()) if len(scores) else 0
             return {at: 1} if len(scores) and scores[at] < NEVER else None
@@ -196,6 +213,22 @@ class Finder:
         nodes = self.space.nodes
         pair = nodes[one].name, nodes[other].name
         return self.links.get(pair, self.links.get((pair[1], pair[0]), 0.0))
+
+
+def _fit(space: Space, need: Need, at: Ints | slice) -> Floats:
+    """How much would be left, as parts of a full node. GPUs count most.
+
+    A worker without a GPU avoids nodes that have some free, so that no GPU is left without cores.
+    """
+    tops = space.tops
+    cores, memory, gpus = space.cores[at] / tops[0], space.memory[at] / tops[1], space.gpu_sum[at] / tops[2]
+    if not need.gpu:
+        return np.asarray(2 * gpus + cores + memory, np.float64)
+    if need.share:
+        free = space.gpu[at]
+        left = np.where(free >= need.share, free - need.share, MILLI).min(axis=1) / MILLI
+        return np.asarray(left + gpus + 0.25 * (cores + memory), np.float64)
+    return np.asarray(2 * gpus + 0.25 * (cores + memory), np.float64)
 
 
 def _pack(counts: Ints, scores: Floats, workers: int) -> Spots:

@@ -14,6 +14,7 @@ A policy says in which order peers go. `fill` does the rest, and keeps these pro
 import heapq
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 import numpy as np
@@ -22,6 +23,7 @@ from shoal.place.cluster import CLASSES, Cluster, Queued
 from shoal.place.decision import Decision, Wait
 from shoal.place.draft import Draft, Held, Use, draft_of
 from shoal.place.fit import Spots, could_ever_fit, zones_of
+from shoal.place.space import Need, Space
 from shoal.place.waiting import KEPT, estimate_starts, explain_room
 
 CLASS_RANK = {name: number for number, name in enumerate(CLASSES)}
@@ -103,6 +105,12 @@ class Walk:
         self.kept_for = ""
         self.num_dropped = 0
         self.is_lending = False
+        self.alone: dict[tuple[Need, frozenset[str]], int] = {}
+
+    @cached_property
+    def empty(self) -> Space:
+        """The nodes with nothing on them."""
+        return Space(self.cluster.nodes)
 
     # -- who goes where ------------------------------------------------------------------------------------------
 
@@ -283,8 +291,7 @@ class Walk:
         need = draft.needs[job.id]
         row = draft.free.row(need, zone)
         mask = draft.free.mask(need.kinds, zone)
-        whole = type(draft.free.space)(draft.free.space.nodes).counts(need, slice(None))
-        whole = np.where(mask, whole, 0)
+        whole = np.where(mask, self.empty.counts(need, slice(None)), 0)
         left = job.min_workers
         # Where most is free already, so that the choice stays the same while it drains.
         for at in np.lexsort((np.arange(len(whole)), -row.counts, -np.minimum(whole, left))).tolist():
@@ -377,7 +384,7 @@ class Walk:
         draft = self.draft
         key = (job.ask, job.min_workers, job.partition, job.is_preemptible)
         if key not in shared:
-            never = could_ever_fit(self.cluster, job)
+            never = None if self._fits_alone(job) else could_ever_fit(self.cluster, job)
             home, lent = zones_of(job, draft.partitions)
             reason = explain_room(draft, job, lent, self.kept_for)
             if never is not None and not reason.startswith(KEPT):
@@ -385,6 +392,14 @@ class Walk:
                 reason = f"{where}: {never.message}"
             shared[key] = reason
         return shared[key]
+
+    def _fits_alone(self, job: Queued) -> bool:
+        """Whether it would fit into its partition as it is now, were nothing running."""
+        need, zone = self.draft.needs[job.id], frozenset({job.partition})
+        if (need, zone) not in self.alone:
+            counts = self.empty.counts(need, slice(None))
+            self.alone[need, zone] = int(counts[self.draft.free.mask(need.kinds, zone)].sum())
+        return self.alone[need, zone] >= job.min_workers
 
 
 def _down(tier: Tier) -> Tier:
