@@ -30,16 +30,18 @@ MAX_LINKED = 64
 
 @dataclass(slots=True)
 class Row:
-    """What is known of every node for one need: workers that fit, and how well. `seen` changes are in it."""
+    """What is known of every node for one need: workers that fit, and how well. `seen` changes are in the counts,
+    `scored` in the scores: those are brought up to date when somebody has to choose."""
 
     counts: Ints
-    scores: Floats
     seen: int
+    scores: Floats | None = None
+    scored: int = 0
 
 
 @dataclass(slots=True)
 class Fits:
-    """What one need makes of every state: workers that fit, and how well."""
+    """What one need makes of every state: workers that fit, and how well, as far as that was asked for."""
 
     counts: Ints
     scores: Floats
@@ -74,26 +76,35 @@ class Finder:
         )
 
     def row(self, need: Need, zone: frozenset[str]) -> Row:
-        """How every node fits this need, as of now. `zone` are the partitions it may use."""
+        """How many workers fit on every node, as of now. `zone` are the partitions it may use."""
         changes = self.space.changes
         row = self.rows.get((need, zone))
-        mask = self.mask(need.kinds, zone)
-        if row is None or len(changes) - row.seen > len(mask) // 4:
-            numbers = self.numbered.now()
-            fits = self._fits(need)
-            row = Row(
-                np.where(mask, fits.counts[numbers], 0), np.where(mask, fits.scores[numbers], NEVER), len(changes)
-            )
-            self.rows[need, zone] = row
-        elif row.seen < len(changes):
-            at = np.array(changes[row.seen :], np.int64)
-            at = at[mask[at]]
-            numbers = self.numbered.now()[at]
-            fits = self._fits(need)
-            row.counts[at] = fits.counts[numbers]
-            row.scores[at] = fits.scores[numbers]
+        if row is not None and row.seen == len(changes):
+            return row
+        mask, numbers = self.mask(need.kinds, zone), self.numbered.now()
+        counts = self._counts(need)
+        if row is None:
+            row = self.rows[need, zone] = Row(np.where(mask, counts[numbers], 0), len(changes))
+        else:
+            at = _changed(changes, row.seen, mask)
+            row.counts[at] = counts[numbers[at]]
             row.seen = len(changes)
         return row
+
+    def scores(self, need: Need, zone: frozenset[str]) -> Floats:
+        """How bad it would be to put one worker on each node; never where none has room."""
+        changes, row = self.space.changes, self.row(need, zone)
+        if row.scores is not None and row.scored == len(changes):
+            return row.scores
+        mask, numbers = self.mask(need.kinds, zone), self.numbered.now()
+        scores = self._scores(need)
+        if row.scores is None:
+            row.scores = np.where(mask, scores[numbers], NEVER)
+        else:
+            at = _changed(changes, row.scored, mask)
+            row.scores[at] = scores[numbers[at]]
+        row.scored = len(changes)
+        return row.scores
 
     def mask(self, kinds: frozenset[str], zone: frozenset[str]) -> Bools:
         found = self.masks.get((kinds, zone))
@@ -103,22 +114,26 @@ class Finder:
             self.masks[kinds, zone] = found
         return found
 
-    def _fits(self, need: Need) -> Fits:
-        """How every state fits this need; those that are new are worked out."""
-        fits = self.fits.get(need)
-        first = 0 if fits is None else len(fits.counts)
-        if fits is not None and first == len(self.states.listed):
-            return fits
-        space = self.states.room(self.space, first)
-        counts = space.counts(need, slice(None))
-        scores = np.full(len(counts), NEVER)
-        able = np.flatnonzero(counts > 0)
-        if len(able):
-            scores[able] = self.score(need, space, able)
-        if fits is not None:
-            counts, scores = np.append(fits.counts, counts), np.append(fits.scores, scores)
-        fits = self.fits[need] = Fits(counts, scores)
-        return fits
+    def _counts(self, need: Need) -> Ints:
+        """How many workers fit into every state; those that are new are worked out."""
+        fits = self.fits.setdefault(need, Fits(np.zeros(0, np.int64), np.zeros(0)))
+        first = len(fits.counts)
+        if first < len(self.states.listed):
+            new = self.states.room(self.space, first).counts(need, slice(None))
+            fits.counts = np.concatenate((fits.counts, new))
+        return fits.counts
+
+    def _scores(self, need: Need) -> Floats:
+        """How well every state fits."""
+        counts, fits = self._counts(need), self.fits[need]
+        first = len(fits.scores)
+        if first < len(counts):
+            scores = np.full(len(counts) - first, NEVER)
+            able = np.flatnonzero(counts[first:] > 0)
+            if len(able):
+                scores[able] = self.score(need, self.states.room(self.space, first), able)
+            fits.scores = np.concatenate((fits.scores, scores))
+        return fits.scores
 
     def score(self, need: Need, space: Space, at: Ints) -> Floats:
         """The lower the better, from -1 to 1: GPUs that one worker more would make useless for what usually comes.
@@ -153,11 +168,13 @@ class Finder:
     def _pick(
         self, job: Queued, need: Need, workers: int, zone: frozenset[str], favour: Floats | None
     ) -> Spots | None:
-        row = self.row(need, zone)
-        counts, scores = row.counts, row.scores
+        counts = self.row(need, zone).counts
         if self.barred:
             counts = counts.copy()
             counts[list(self.barred)] = 0
+        if int(counts.sum()) < workers:
+            return None
+        scores = self.scores(need, zone)
         if job.needs:
             scores = scores - DATA_WEIGHT * self.held_part(job.needs)
         if favour is not None:
@@ -171,8 +188,6 @@ class Finder:
         at = int(alone.argmin()) if len(alone) else 0
         if len(alone) and alone[at] < NEVER:
             return {at: workers}
-        if int(counts.sum()) < workers:
-            return None
         if self.links:
             return self._pick_linked(counts, scores, workers)
         return _pack(counts, scores, workers)
@@ -215,6 +230,12 @@ class Finder:
         return self.links.get(pair, self.links.get((pair[1], pair[0]), 0.0))
 
 
+def _changed(changes: Sequence[int], seen: int, mask: Bools) -> Ints:
+    """Nodes of the mask that changed since."""
+    at = np.array(changes[seen:], np.int64)
+    return at[mask[at]]
+
+
 def _fit(space: Space, need: Need, at: Ints | slice) -> Floats:
     """How much would be left, as parts of a full node. GPUs count most.
 
@@ -250,10 +271,8 @@ def _pack(counts: Ints, scores: Floats, workers: int) -> Spots:
     return spots
 
 
-def _spread(counts: Ints, scores: Floats, workers: int) -> Spots | None:
-    """One worker a node while there are nodes, the emptiest first; then a second one each, and so on."""
-    if int(counts.sum()) < workers:
-        return None
+def _spread(counts: Ints, scores: Floats, workers: int) -> Spots:
+    """One worker a node while there are nodes, the emptiest first; then a second one each. There is room."""
     able = np.flatnonzero(counts > 0)
     order = able[np.argsort(-scores[able], kind="stable")]
     spots: Spots = {}
