@@ -209,4 +209,22 @@ def draft_of(cluster: Cluster) -> Draft:
     for job in cluster.jobs:
         if job.allocation:
             draft.adopt(job)
+            _mend(draft, job)
     return draft
+
+
+def _mend(draft: Draft, job: Queued) -> None:
+    """What a job has left where nodes are gone, or where it was asked to be smaller: a whole gang, or nothing.
+
+    With nothing left it is stopped, and starts anew at the next decision.
+    """
+    has = draft.num_workers(job.id)
+    if has < job.num_workers:
+        draft.why[job.id] = f"{job.num_workers} to {has} workers: the others' nodes are gone"
+        if has < job.min_workers or not job.is_elastic:
+            draft.why[job.id] = "its nodes are gone"
+            draft.drop(job.id)
+            draft.held[job.id] = {}
+    elif job.is_elastic and has > job.max_workers:
+        draft.drop(job.id, draft.split(job.id, job.max_workers)[1])
+        draft.why[job.id] = f"{has} to {job.max_workers} workers: more are not asked for"
