@@ -22,6 +22,7 @@ from shoal.version import __version__
 if TYPE_CHECKING:
     from shoal.opened import open_run, runs
     from shoal.run import launch
+    from shoal.service.client import Client
     from shoal.task_run import map
     from shoal.train.loop import Trainer
     from shoal.train.own_group import group
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BugError",
+    "Client",
     "MemberLost",
     "PlanError",
     "Preempted",
@@ -54,6 +56,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Client": "shoal.service.client",
     "Trainer": "shoal.train.loop",
     "group": "shoal.train.own_group",
     "launch": "shoal.run",

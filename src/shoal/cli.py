@@ -34,25 +34,39 @@ Train, tune and serve PyTorch models across the machines you have.
   shoal dash                     all of this on a page in the browser, live
   shoal simulate TRACE           what a scheduling policy would make of a trace of jobs
 
+  shoal up                       start the service: a queue of jobs on this machine, for a team
+  shoal submit -n 2:6 SCRIPT     put a job into it, also from a file: it goes on when you are gone
+  shoal queue                    what runs and what waits: why, where in line, and how long
+  shoal cancel JOB               end it; also `shoal hold JOB`, `shoal release JOB`, `shoal requeue JOB`
+  shoal resize JOB -n 1:4        other bounds for its workers
+  shoal nodes                    the machines, and what is free on them
+  shoal drain NODE               start nothing new on it
+  shoal share                    who used how much
+  shoal people add NAME          let somebody in; they say `shoal login ADDRESS`
+  shoal audit                    who did what; `shoal audit verify` shows that nobody changed it
+  shoal down                     end the service; its jobs go on
+
   shoal run --engine ray ...     the same on several machines; also mpi and spark
-  shoal submit -n 2:6 SCRIPT     hand it to a cluster: it goes on when you are gone
-  shoal ps --cluster             what was submitted; `shoal logs RUN --cluster` shows what it prints
-  shoal cancel RUN               end it
-  shoal worker SCRIPT            one rank of a job that mpirun or srun has started
-  shoal up --cluster             begin a cluster of the machines you have
+  shoal up --cluster             begin a cluster of the machines you have, with Ray underneath
   shoal join HOST                add this machine to it
-  shoal nodes                    the machines in it
   shoal leave                    take this machine out of it
-  shoal down                     end it
+  shoal down --cluster           end it
+  shoal submit --cluster SCRIPT  hand a run to it, without a service
+  shoal ps --cluster             what was submitted so; `shoal logs RUN --cluster` shows what it prints
+  shoal worker SCRIPT            one rank of a job that mpirun or srun has started
 
 `shoal VERB --help` lists the options of a verb; `shoal --version` says which shoal this is.
-RUN is a name or a part of one, the path of a run folder, or `last`.
+RUN is a name or a part of one, the path of a run folder, or `last`. JOB is a number: 17, or 17-26 for ten of them.
 """
 
 VERBS = {
     "demo": "demo:main",
-    **{verb: f"verbs.launching:{verb}" for verb in ("run", "submit", "cancel")},
-    **{verb: f"verbs.asking:{verb}" for verb in ("resize", "kill", "stacks", "profile")},
+    "run": "verbs.launching:run",
+    "submit": "verbs.submitting:submit",
+    **{verb: f"verbs.queueing:{verb}" for verb in ("queue", "cancel", "hold", "release", "requeue", "resize")},
+    **{verb: f"verbs.sharing:{verb}" for verb in ("nodes", "drain", "share", "audit")},
+    **{verb: f"verbs.people:{verb}" for verb in ("people", "login")},
+    **{verb: f"verbs.asking:{verb}" for verb in ("kill", "stacks", "profile")},
     **{verb: f"verbs.looking:{verb}" for verb in ("ps", "top", "logs", "explain", "trace", "export")},
     "send": "verbs.send:main",
     "import": "verbs.imports:main",
@@ -60,7 +74,8 @@ VERBS = {
     "dash": "dash.verb:main",
     "simulate": "verbs.simulate:main",
     "worker": "engine.joined:main",
-    **{verb: f"cluster.verbs:{verb}" for verb in ("up", "join", "nodes", "leave", "down")},
+    **{verb: f"verbs.serving:{verb}" for verb in ("up", "down")},
+    **{verb: f"cluster.verbs:{verb}" for verb in ("join", "leave")},
 }
 """Which function of which module under `shoal` does it."""
 

@@ -12,8 +12,8 @@ from shoal.engine.entry import entry_of, find_python
 from shoal.engine.env import RunFacts, is_loading_call, shoal_home
 from shoal.engine.fit import PLAIN_WORKER_BYTES, TORCH_WORKER_BYTES, check_memory
 from shoal.engine.grounds import Where, find_ground
-from shoal.engine.nursery import wants_spare
-from shoal.engine.signals import StopSignals
+from shoal.engine.nursery import num_at_start, wants_spare
+from shoal.engine.signals import StopSignals, grace_of
 from shoal.engine.story import as_error, tell_failures
 from shoal.files import mask
 from shoal.observe.folder import RunFolder, claim, create, newest_step, read_facts
@@ -76,6 +76,8 @@ def run_job(
     if ground is None:
         check_memory(job.num_workers or 1, worker_bytes, job.options)
     wants_spare(job.options)
+    grace_of(job.options)
+    num_at_start(job.options, job.min_workers, job.num_workers or 1)
     crew = Crew(
         job=job,
         python=find_python(job.python),
@@ -247,7 +249,7 @@ def open_folder(job: Job, keep: Keep) -> RunFolder:
     facts = {
         "command": command_facts(keep.command, job.env),
         "job": asdict(replace(job, env=hidden)),
-        "num_workers": job.num_workers,
+        "num_workers": job.num_workers and num_at_start(job.options, job.min_workers, job.num_workers),
         **({"min_workers": job.min_workers, "max_workers": job.num_workers} if job.min_workers is not None else {}),
         "versions": {"shoal": __version__, "python": sys.version.split()[0]} | _torch_version(),
     }

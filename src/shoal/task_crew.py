@@ -15,7 +15,7 @@ from shoal.engine.env import RunFacts, inherited_env, task_env
 from shoal.engine.local import LocalEngine
 from shoal.engine.machine import OutOfMemoryKills, available_cores, out_of_memory_kills
 from shoal.engine.requests import RequestSocket
-from shoal.engine.signals import holding_back_ctrl_c
+from shoal.engine.signals import grace_of, holding_back_ctrl_c
 from shoal.engine.story import as_error
 from shoal.observe.console import Console
 from shoal.observe.folder import RunFolder
@@ -31,7 +31,7 @@ from shoal.tasks.handout import Handout
 from shoal.tasks.packing import Packed
 from shoal.tasks.post import Line, Post
 from shoal.tasks.progress import Progress
-from shoal.watch import GRACE_SECONDS, say
+from shoal.watch import say
 
 END_SECONDS = 2.0
 """Workers that have nothing more to do may take so long to end as Python programs do."""
@@ -72,7 +72,7 @@ class TaskCrew:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            self._engine.stop(GRACE_SECONDS)
+            self._engine.stop(grace_of(self._job.options))
             for end in self._engine.poll():
                 self._write("worker_exited", end.rank, code=end.code)
             self._engine.close()

@@ -17,9 +17,9 @@ from shoal.engine.entry import command_of, stacks_file
 from shoal.engine.env import RunFacts, worker_layers
 from shoal.engine.local import LocalEngine
 from shoal.engine.machine import OutOfMemoryKills, available_cores, out_of_memory_kills
-from shoal.engine.nursery import wants_spare
+from shoal.engine.nursery import num_at_start, wants_spare
 from shoal.engine.requests import RequestSocket
-from shoal.engine.signals import StopSignals, holding_back_ctrl_c
+from shoal.engine.signals import StopSignals, grace_of, holding_back_ctrl_c
 from shoal.engine.story import tell_error
 from shoal.observe.folder import RunFolder
 from shoal.spec.errors import ShoalError
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from shoal.observe.journal import Journal
     from shoal.observe.system import SystemWriter
     from shoal.sending import Sending
-
-GRACE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +120,7 @@ class Watch:
                 self._follow(engine, requests)
             finally:
                 stopped_at = time.time() if engine.pids else None
-                engine.stop(GRACE_SECONDS)
+                engine.stop(grace_of(crew.job.options))
                 self._record(engine.poll())
                 engine.close()
                 if self._console is not None:
@@ -161,7 +159,8 @@ class Watch:
 
     def _seat(self, crew: Crew, engine: Engine) -> Mapping[int, Seat]:
         """Find out where workers will be, and so where they meet."""
-        seats = engine.seat(range(crew.num_workers), self._facts.min_workers or crew.num_workers)
+        first_ones = num_at_start(crew.job.options, self._facts.min_workers, crew.num_workers)
+        seats = engine.seat(range(first_ones), self._facts.min_workers or first_ones)
         first = next(iter(seats.values()))
         self._facts = replace(
             self._facts,

@@ -23,8 +23,8 @@ class TestWebHdfs(StoreContract):
     def open_store(self) -> Iterator[OpenStore]:
         pytest.importorskip("fsspec")
         pytest.importorskip("requests")
-        with webhdfs_server() as url:
-            yield lambda: FolderStore(f"{url}/run/checkpoints", keep=2)
+        with webhdfs_server() as server:
+            yield lambda: FolderStore(f"{server.url}/run/checkpoints", keep=2)
 
 
 class TestObjectStore(StoreContract):

@@ -12,8 +12,8 @@ import pytest
 from dashing import HOSTILE, Served, add_checkpoints, add_full_run, add_run, end, serve
 
 from shoal import cli
-from shoal.dash.door import SHIELDS
 from shoal.testing import rigs
+from shoal.web.door import SHIELDS
 
 pytestmark = [rigs.needs("the page")]
 pytest.importorskip("starlette")

@@ -143,6 +143,13 @@ def test_the_link_lets_one_in_once(browser: Any, home: Path) -> None:
         context.close()
 
 
+# Cells of a row that cover each other.
+COVERED = """() => [...document.querySelectorAll("tr")].flatMap((row) => {
+  const boxes = [...row.cells].map((cell) => cell.getBoundingClientRect()).filter((box) => box.width);
+  const isBeside = (a, b) => a.left >= b.right - 1 || a.top >= b.bottom - 1;
+  const isOver = (a, b) => !isBeside(a, b) && !isBeside(b, a);
+  return boxes.some((a, i) => boxes.slice(i + 1).some((b) => isOver(a, b))) ? [row.innerText] : [];
+})"""
 VIEWS = ("/", *(f"/run/full{tab}" for tab in TABS), "/compare?run=full&run=other")
 WORDS = (
     ("/system", "No run goes on."),
@@ -160,6 +167,7 @@ def test_every_view_fits_and_nothing_is_wrong(browser: Any, served: Served, widt
             page = visitor.see(path)
             assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, f"{path} is too wide"
             assert page.locator(".failure").count() == 0
+            assert page.evaluate(COVERED) == [], path
         for path, words in WORDS:
             visitor.see(path, is_drawn=False).wait_for_selector(f"text={words}")
         # A run that is not there is a 404, which browsers print.
@@ -308,6 +316,18 @@ def test_hostile_names_are_shown_and_do_nothing(browser: Any, served: Served) ->
         assert HOSTILE[0] in page.inner_text(".log")
         assert page.locator(".log img, .log script").count() == 0
         assert page.locator("h1 bdi").count() == 1
+
+
+def test_a_run_whose_folder_is_removed_while_it_is_watched(browser: Any, tmp_path: Path) -> None:
+    short = add_full_run(tmp_path, "short", num_steps=20)
+    with serve(tmp_path) as served, visit(browser, served) as visitor:
+        page = visitor.see("/run/short")
+        assert page.locator("[role=alert]").is_hidden()
+        end(short)
+        shutil.rmtree(short.path)
+        page.wait_for_selector("text=The folder of this run was removed.")
+        assert page.locator(".chart").count() > 3, "what was read stays"
+        visitor.troubles = [each for each in visitor.troubles if "404" not in each]
 
 
 def test_ten_thousand_runs(browser: Any, tmp_path: Path) -> None:

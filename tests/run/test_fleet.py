@@ -386,7 +386,26 @@ def test_a_command_that_hangs_is_tried_again(monkeypatch: pytest.MonkeyPatch) ->
         ground.close()
 
 
-@rigs.needs("mpirun")
+def test_who_is_not_heard_of_is_named_in_time_unless_the_run_has_begun() -> None:
+    commands = {"a": f"echo {CONNECTED}; exec sleep 600", "b": "exec sleep 600"}
+    hosts = [Host(name="a"), Host(name="b")]
+    ground = HostsGround(hosts, "127.0.0.1", lambda host, _: ["/bin/sh", "-c", commands[host]], 0.5)
+    ground.open(Invitation.new("127.0.0.1", 9), 2, 2)
+    try:
+        with pytest.raises(UserError, match=r"No agent came from b within 0\.5 s") as caught:
+            look_for_long(ground)
+        assert "a firewall keeps it from 127.0.0.1, port 9 (the launcher)" in caught.value.why
+    finally:
+        ground.close()
+    ground = HostsGround(hosts, "127.0.0.1", lambda host, _: ["/bin/sh", "-c", commands[host]], 0.5)
+    ground.open(Invitation.new("127.0.0.1", 9), 2, 1)
+    try:
+        time.sleep(0.6)
+        assert [told.message for told in ground.look()] == ["No agent came from b within 0.5 s."]
+    finally:
+        ground.close()
+
+
 def test_pages_that_begin_with_a_line_have_a_reason_too() -> None:
     line = "-" * 60
     assert first_words(f"{line}\nIt was unable\nto connect.\n{line}\nor so\n{line}") == "It was unable\nto connect."
@@ -394,6 +413,7 @@ def test_pages_that_begin_with_a_line_have_a_reason_too() -> None:
     assert first_words("") == ""
 
 
+@rigs.needs("mpirun")
 def test_of_pages_from_mpirun_the_reason_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.engine.hosts.AGENT", ("-m", "shoal.engine.nothing"))
     ground = make_ground("localhost:1", {})
@@ -412,6 +432,37 @@ def look_for_long(ground: HostsGround) -> None:
     while time.monotonic() < deadline:
         ground.look()
         time.sleep(0.02)
+
+
+ORPHAN = """
+import time
+from shoal.engine.env import WorkerFacts
+from shoal.train.ending import Ending
+ending = Ending(WorkerFacts(control_fd=1, has_agent={has_agent}))
+ending.is_stepping = True
+print("stepping", flush=True)
+while not ending.is_asked:
+    time.sleep(0.01)
+print("asks all others to end", flush=True)
+"""
+
+
+@pytest.mark.parametrize("has_agent", [True, False])
+def test_who_has_lost_its_agent_does_not_end_the_run_for_all_others(has_agent: bool) -> None:
+    """The kernel tells it to end. With the launcher gone the run is over; with an agent gone, only one machine."""
+    command = [sys.executable, "-c", ORPHAN.format(has_agent=has_agent)]
+    started = ["/bin/sh", "-c", '"$@" & echo $! >&2; read -r _', "sh", *command]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(started, text=True, **pipes) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        assert parent.stderr is not None
+        worker = int(parent.stderr.readline())
+        assert parent.stdout.readline() == "stepping\n"
+        parent.stdin.close()
+        assert parent.wait(20) != -signal.SIGKILL
+        os.kill(worker, signal.SIGTERM)
+        assert parent.stdout.read() == ("" if has_agent else "asks all others to end\n")
 
 
 # Mistakes.
@@ -454,7 +505,7 @@ def hosts(box: Box) -> Box:
     return box
 
 
-RUN = ("run", "--engine", "mpi", "--hosts", "localhost:2", "-n", "2")
+RUN = ("run", "--engine", "mpi", "--hosts", "localhost:2")
 WRITING = """
     import os, time
     open(f"up{os.environ['RANK']}", "w").write(str(os.getpid()))

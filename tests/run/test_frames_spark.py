@@ -18,6 +18,8 @@ import shoal
 from shoal.data import frames
 from shoal.data.sources import as_source
 from shoal.spec.errors import UserError
+from shoal.testing.rigs.machine import LACKS
+from tests.webhdfs import webhdfs_server
 
 pytest.importorskip("pyspark")
 if not shutil.which("java"):
@@ -30,6 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:pyspark"),
 ]
 CONF = {
+    "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.LocalFileSystem",  # not the one that Hive puts before it
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
     "spark.driver.host": "127.0.0.1",
@@ -40,6 +43,21 @@ CONF = {
 MAX_BYTES = "spark.sql.execution.arrow.maxBytesPerBatch"
 
 
+def compile_media_types(folder: Path) -> str:
+    """What Hadoop's client of WebHDFS lacks in Spark's jars (docs/files.md), in a folder; none without a compiler."""
+    import pyspark
+
+    jars = Path(pyspark.__file__).with_name("jars")
+    if (javac := shutil.which("javac")) is None:
+        return ""
+    source = Path(__file__).with_name("MediaTypes.java")
+    subprocess.run([javac, "-cp", f"{jars}/*", "-d", str(folder), str(source)], check=True, timeout=100)
+    services = folder / "META-INF" / "services"
+    services.mkdir(parents=True)
+    (services / "org.apache.hadoop.shaded.javax.ws.rs.ext.RuntimeDelegate").write_text("MediaTypes\n")
+    return str(folder)
+
+
 @pytest.fixture(scope="module")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """One session for all tests: starting one takes ten seconds."""
@@ -47,9 +65,10 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     folder = tmp_path_factory.mktemp("spark")
+    more = compile_media_types(tmp_path_factory.mktemp("java"))
     builder = SparkSession.builder.master("local[2]").config("spark.local.dir", str(folder))
     builder = builder.config("spark.sql.warehouse.dir", str(folder / "tables"))
-    for name, value in CONF.items():
+    for name, value in {**CONF, "spark.driver.extraClassPath": more}.items():
         builder = builder.config(name, value)
     session = builder.getOrCreate()
     yield session
@@ -218,3 +237,101 @@ def test_executors_of_a_cluster_whose_tasks_fail_write_every_row_once(tmp_path: 
     assert len(list((tmp_path / "marks").glob("[0-9]"))) == 2
     assert len(list(Path(folder).iterdir())) == len(shards.shards) + 1
     frames_training.check_sameness(shards, tmp_path)
+
+
+# Hadoop's file systems: the client in Spark's jars, asked by Spark itself.
+
+
+@pytest.fixture(params=["webhdfs", "file"])
+def hadoop(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, str, set[str]]]:
+    """A place in a file system of Hadoop's, the class that is to speak for it, and what a server was asked."""
+    if request.param == "file":
+        yield tmp_path.as_uri(), "org.apache.hadoop.fs.LocalFileSystem", set()
+        return
+    if not shutil.which("javac"):
+        pytest.skip(f"{LACKS} javac")
+    with webhdfs_server() as server:
+        yield server.url, "org.apache.hadoop.hdfs.web.WebHdfsFileSystem", server.names.asked
+
+
+def file_system(spark: Any, place: str) -> tuple[Any, Any]:
+    """Hadoop's client for a place, and how to name a path to it."""
+    hadoop = spark.sparkContext._jvm.org.apache.hadoop.fs
+    path_of = lambda name: hadoop.Path(f"{place}/{name}")  # noqa: E731
+    return path_of("").getFileSystem(spark.sparkContext._jsc.hadoopConfiguration()), path_of
+
+
+@pytest.mark.slow
+def test_spark_reads_and_writes_through_hadoop(spark: Any, rows: Any, hadoop: Any, tmp_path: Path) -> None:
+    place, kind, asked = hadoop
+    client, path_of = file_system(spark, place)
+    assert client.getClass().getName() == kind
+    rows.write.parquet(f"{place}/rows")
+    rows.write.mode("overwrite").partitionBy("label").parquet(f"{place}/parts")
+    rows.limit(3).write.mode("overwrite").partitionBy("label").parquet(f"{place}/parts")
+    rows.coalesce(1).write.csv(f"{place}/text", header=True)
+    written = sorted(status.getPath().getName() for status in client.listStatus(path_of("rows")))
+    assert written[0] == "_SUCCESS"
+    assert len(written) == 6, "a file for each partition, and nothing of what they were before they were done"
+    assert client.exists(path_of("parts/label=1"))
+    read = spark.read.parquet(f"{place}/rows")
+    assert sorted(read.collect()) == rows.collect()
+    assert sorted(row["id"] for row in spark.read.parquet(f"{place}/parts").collect()) == [0, 1, 2]
+    text = spark.read.csv(f"{place}/text", "id long, x double, y float, label int", header=True)
+    assert text.collect() == rows.collect()
+    shards = frames.from_spark(read.orderBy("id").coalesce(1), dir=tmp_path / "shards")
+    frames_training.check_sameness(shards, tmp_path)
+    if asked:
+        data = {"CREATE", "DATA CREATE", "OPEN", "DATA OPEN"}
+        assert asked >= data | {"GETFILESTATUS", "LISTSTATUS", "MKDIRS", "RENAME", "DELETE"}
+
+
+@pytest.mark.skipif(shutil.which("javac") is None, reason=f"{LACKS} javac")
+def test_tables_that_spark_wrote_are_data_by_url(spark: Any, rows: Any, tmp_path: Path) -> None:
+    """Spark's client writes them, and ours, of fsspec, reads them."""
+    pytest.importorskip("fsspec")
+    with webhdfs_server() as server:
+        rows.coalesce(1).write.parquet(f"{server.url}/rows")
+        assert spark.read.parquet(f"{server.url}/rows").collect() == rows.collect()
+        ours, _ = frames_training.trained(f"{server.url}/rows/*.parquet", str(tmp_path / "run-0"))
+    assert ours == frames_training.trained(frames_training.arrays(), str(tmp_path / "run-1"))[0]
+
+
+def test_hadoop_is_answered_as_it_is_by_its_own_file_system(spark: Any, hadoop: Any) -> None:
+    """The calls that committers make, with the answers that Hadoop promises for every file system."""
+    from py4j.protocol import Py4JJavaError
+
+    place, _, _ = hadoop
+    client, path_of = file_system(spark, place)
+
+    def write(name: str, text: bytes, *, may_replace: bool = False) -> None:
+        stream = client.create(path_of(name), may_replace)
+        stream.write(text)
+        stream.close()
+
+    def refused(act: Any, *arguments: Any) -> str:
+        with pytest.raises(Py4JJavaError) as caught:
+            act(*arguments)
+        return str(caught.value.java_exception.getClass().getSimpleName())
+
+    write("out/_temporary/0/a b%2F", b"one")
+    assert client.mkdirs(path_of("out/_temporary/1"))
+    assert client.mkdirs(path_of("out/_temporary/1"))
+    assert client.getFileStatus(path_of("out/_temporary/0/a b%2F")).getLen() == 3
+    assert refused(write, "out/_temporary/0/a b%2F", b"two") == "FileAlreadyExistsException"
+    write("out/_temporary/0/a b%2F", b"three", may_replace=True)
+    assert client.rename(path_of("out/_temporary/0/a b%2F"), path_of("out/a"))
+    assert not client.exists(path_of("out/_temporary/0/a b%2F"))
+    stream = client.open(path_of("out/a"))
+    stream.seek(2)
+    assert [stream.read() for _ in range(4)] == [*b"ree", -1]
+    stream.close()
+    assert refused(client.delete, path_of("out"), False) in ("PathIsNotEmptyDirectoryException", "IOException")
+    assert refused(client.getFileStatus, path_of("none")) == "FileNotFoundException"
+    assert refused(client.listStatus, path_of("none")) == "FileNotFoundException"
+    assert refused(client.open, path_of("none")) == "FileNotFoundException"
+    assert not client.delete(path_of("none"), True)
+    assert client.delete(path_of("out/_temporary"), True)
+    listed = client.listStatus(path_of("out"))
+    assert [(each.getPath().getName(), each.getLen(), each.isFile()) for each in listed] == [("a", 5, True)]
+    assert client.getContentSummary(path_of("out")).getFileCount() == 1

@@ -13,7 +13,7 @@ from shoal.dash import logs
 from shoal.dash.about import reproduce
 from shoal.dash.built import read_page
 from shoal.dash.curves import to_curves
-from shoal.dash.door import MAX_SESSIONS, Door, Sessions
+from shoal.dash.door import MAX_SESSIONS, Sessions
 from shoal.dash.heat import HeatMap
 from shoal.dash.index import Query, RunIndex, run_id
 from shoal.dash.opened import OpenRun, sign
@@ -23,6 +23,7 @@ from shoal.observe.merged import merge
 from shoal.observe.runs import RunInfo, read_run
 from shoal.observe.series import Series
 from shoal.spec.errors import UserError
+from shoal.web.door import Door
 
 LOCAL = Door(host="127.0.0.1", port=4646)
 

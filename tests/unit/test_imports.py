@@ -20,11 +20,12 @@ LEVELS = (
     ("auto", "watch"),
     ("answer",),
     ("elastic_run", "dash"),
-    ("hanging", "diagnosing", "sending", "alerting", "opened"),
+    ("service",),
+    ("hanging", "diagnosing", "sending", "alerting", "opened", "learning"),
     ("tasks",),
     ("train", "cluster"),
     ("comm", "data", "checkpoint", "elastic", "observe", "engine", "place"),
-    ("files", "verb_parser"),
+    ("files", "verb_parser", "web"),
     ("spec", "version"),
 )
 """A part may import what stands on a lower line. Parts of one line never import each other.
@@ -136,7 +137,18 @@ LIGHT = sorted(
     str(file.relative_to(SOURCE.parent).with_suffix("")).replace("/", ".")
     for part in (
         *("__init__.py", "cli.py", "run.py", "auto.py", "watch.py", "answer.py", "elastic_run.py"),
-        *("task_run.py", "task_crew.py", "spec", "engine", "observe", "elastic", "tasks", "cluster", "dash"),
+        *(
+            "task_run.py",
+            "task_crew.py",
+            "spec",
+            "engine",
+            "observe",
+            "elastic",
+            "tasks",
+            "cluster",
+            "dash",
+            "service",
+        ),
     )
     for file in ([SOURCE / part] if part.endswith(".py") else (SOURCE / part).glob("*.py"))
 )

@@ -65,6 +65,13 @@ class TestStraggler:
         assert found is not None
         assert (found.rank, found.part) == (2, "compute")
 
+    @pytest.mark.parametrize(("before", "is_slow"), [(0.06, True), (0.03, False)])
+    def test_a_rank_with_fewer_samples_is_slow_only_if_it_took_longer_with_more(self, before, is_slow):
+        # What takes as long with 8 samples as with 16 is not spent on samples.
+        rows = rows_of(2, 40, lambda rank, made: made._replace(num_samples=8) if rank else made)
+        found = find_straggler(rows, shares={1: {8: 0.03, 16: before}})
+        assert (found is not None) == is_slow
+
     def test_machines_that_are_known_to_differ_are_not_blamed_for_it(self):
         rows = rows_of(2, 40, lambda rank, made: made._replace(num_samples=8) if rank else made)
         assert find_straggler(rows, are_alike=False) is None

@@ -259,3 +259,11 @@ class TestText:
         text = explain(path).text(100)
         assert "490 more Worlds: `--json` has all" in text
         assert text.count("World ") == 10
+
+
+@pytest.mark.parametrize("odd", [7, "no", {"a": 1}, [[1], None], 1e300])
+def test_events_of_another_kind_of_shoal_are_survived(odd):
+    fields = ("id", "members", "joined", "generation", "until", "reason", "from", "signal", "silent_seconds")
+    kinds = ("worker_lost", "worker_joined", "worker_hung", "relearning", "state_rebuilt", "step_settled", "fault")
+    events = [*EVENTS, *(event(kind, START + 1.1, 1, 3, **dict.fromkeys(fields, odd)) for kind in ("world", *kinds))]
+    assert tell_history(events, merge_turns(METRICS, events)) is not None

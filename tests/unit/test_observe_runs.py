@@ -12,6 +12,7 @@ from observing import Home, event, make_step, make_steps, write_metrics
 
 from shoal.observe import folder, ps, runs
 from shoal.observe.journal import Journal
+from shoal.observe.lines import last_lines
 from shoal.spec.errors import UserError
 
 
@@ -268,3 +269,25 @@ class TestElasticRuns:
     def test_a_run_of_fixed_size_has_no_members(self, home):
         home.add_ended()
         assert json.loads(ps.to_json(ps.list_rows(home.path, 1e9)))[0]["members"] is None
+
+
+class TestHostileFolders:
+    @pytest.mark.parametrize("name", ["run.json", "metrics-0.jsonl", "journal.jsonl", "lock"])
+    def test_nobody_waits_for_a_pipe(self, home, name):
+        with home.add(min_workers=1, max_workers=2) as run:
+            Path(run.path, name).unlink(missing_ok=True)
+            os.mkfifo(Path(run.path, name))
+            assert len(ps.list_rows(home.path, 20.0)) == (name != "run.json")
+
+    def test_a_run_that_may_have_very_many_workers(self, home):
+        with home.add(max_workers=10**15) as run:
+            write_metrics(run.path, {7: make_steps(5)})
+            assert ps.list_rows(home.path, 20.0)[0].step is not None
+
+    def test_a_line_without_an_end(self, tmp_path):
+        path = tmp_path / "log"
+        with open(path, "wb") as file:
+            file.truncate(1 << 40)
+        lines, end = last_lines(str(path), 5)
+        assert end == 1 << 40
+        assert len(lines) < 1 << 24

@@ -9,6 +9,7 @@ from shoal.spec.errors import ShoalError
 
 NAMES = [
     "BugError",
+    "Client",
     "MemberLost",
     "PlanError",
     "Preempted",

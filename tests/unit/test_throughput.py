@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from shoal.place.batching import Batching, LearnedRate, best_batch
-from shoal.place.prior import PastJob, Prediction, Traits, learn
+from shoal.place.prior import PastJob, Traits, learn
 from shoal.place.throughput import Design, Observation, fit, predict, slopes_of
+from shoal.spec.prediction import Prediction
 
 SIZES = ((1, 1, 8.0), (1, 2, 16.0), (1, 4, 4.0), (2, 4, 8.0), (2, 8, 8.0), (3, 12, 16.0), (4, 16, 4.0))
 

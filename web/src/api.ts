@@ -38,7 +38,7 @@ async function read<T>(send: () => Promise<Response>): Promise<T> {
   throw new Failure(response.status, told.message ?? `The server answered with ${response.status}.`, told.why, told.hint);
 }
 
-export type News = { onRun?: (id: string, changed: string[]) => void; onList?: () => void; onState: (isLive: boolean) => void };
+export type News = { onRun?: (id: string, changed: string[]) => void; onList?: () => void; onJobs?: () => void; onState: (isLive: boolean) => void };
 
 /** News of runs and of the list while the page is visible. Hidden pages hang up: browsers allow six connections. */
 export class Live {
@@ -67,6 +67,7 @@ export class Live {
   private open(): void {
     const query = new URLSearchParams(this.runs.map((id) => ["run", id]));
     if (this.hasList) query.set("list", "1");
+    if (this.news.onJobs) query.set("jobs", "1");
     const source = new EventSource(`/api/news?${query}`);
     this.source = source;
     source.addEventListener("hello", () => {
@@ -79,6 +80,7 @@ export class Live {
       this.news.onRun?.(id, changed);
     });
     source.addEventListener("runs", () => this.news.onList?.());
+    source.addEventListener("jobs", () => this.news.onJobs?.());
     source.addEventListener("error", () => {
       this.news.onState(false);
       if (source.readyState === EventSource.CLOSED && this.source === source) {
@@ -91,5 +93,6 @@ export class Live {
   private refreshAll(): void {
     for (const id of this.runs) this.news.onRun?.(id, ["status", "series", "events", "logs", "system", "checkpoints"]);
     this.news.onList?.();
+    this.news.onJobs?.();
   }
 }

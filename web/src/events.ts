@@ -46,7 +46,7 @@ export function showEvents(root: HTMLElement, run: Run): View {
     const more = h("button", { type: "button", class: "small", onclick: () => { state.limit = 1000; refresh(); } }, "More");
     fill(
       list,
-      h("div", { class: "card table-card scroll", tabindex: 0 }, h("table", { class: "tight" }, h("thead", null, h("tr", null, ...heads)), h("tbody", null, ...found.events.map(line)))),
+      h("div", { class: "card table-card scroll", tabindex: 0 }, h("table", { class: "tight told" }, h("thead", null, h("tr", null, ...heads)), h("tbody", null, ...found.events.map(line)))),
       found.matching > found.events.length && state.limit < 1000 ? h("p", { class: "pager" }, more) : null,
     );
     root.dataset.drawn = String(found.events.length);
@@ -62,8 +62,8 @@ function line(event: Happening): HTMLElement {
     null,
     h("td", { class: "fixed mono", title: clock(event.time, true) }, clock(event.time)),
     h("td", { class: `fixed t-${event.severity}` }, event.kind.replaceAll("_", " ")),
-    h("td", { class: "number" }, event.rank ?? "–"),
-    h("td", { class: "number" }, event.step ?? "–"),
+    h("td", { class: "number", "data-name": "rank" }, event.rank ?? "–"),
+    h("td", { class: "number", "data-name": "step" }, event.step ?? "–"),
     h("td", null, bdi(event.text), event.why ? h("div", { class: "quiet small" }, "Why: ", bdi(event.why)) : null, event.hint ? h("div", { class: "quiet small" }, "What to do: ", bdi(event.hint)) : null),
   );
 }

@@ -3,6 +3,7 @@
 import { Failure, post } from "./api";
 import { showCompare } from "./compare";
 import { empty, failure, fill, h, s } from "./dom";
+import { showJobs } from "./jobs";
 import { showRun } from "./run";
 import { showRuns } from "./runs";
 import { showAllSystems } from "./system";
@@ -11,7 +12,7 @@ import type { View } from "./types";
 
 const live = h("span", { class: "live off", role: "status" }, h("span", null, "connecting"));
 const main = h("main", { id: "main", tabindex: -1 });
-const links = { "/": h("a", { href: "/" }, "Runs"), "/system": h("a", { href: "/system" }, "System") };
+const links = { "/": h("a", { href: "/" }, "Runs"), "/queue": h("a", { href: "/queue" }, "Queue"), "/system": h("a", { href: "/system" }, "System") };
 let view: View = {};
 
 function start(): void {
@@ -66,6 +67,7 @@ function show(): void {
   const [, place, id, tab] = path.split("/");
   if (path === "/") view = showRuns(root, onState, go);
   else if (path === "/login") void logIn(root);
+  else if (path === "/queue") view = showJobs(root, onState);
   else if (path === "/system") view = showAllSystems(root, onState);
   else if (path === "/compare") view = showCompare(root, new URLSearchParams(location.search).getAll("run"), onState);
   else if (place === "run" && id) view = showRun(root, decoded(id), tab || "curves", onState);

@@ -43,7 +43,8 @@ export function showRun(root: HTMLElement, id: string, tab: string, onState: (is
   let run: Run | null = null;
   let live: Live | null = null;
   let isClosed = false;
-  fill(root, head, tabs, body);
+  const gone = h("div", { class: "cause", role: "alert", hidden: true }, h("strong", null, "The folder of this run was removed."), h("span", null, "What you see was read before."));
+  fill(root, gone, head, tabs, body);
   fill(head, loading("the run"));
   // Curves need nothing of what the head shows, so they are asked for at once.
   const isEager = tab === "curves";
@@ -55,6 +56,7 @@ export function showRun(root: HTMLElement, id: string, tab: string, onState: (is
     try {
       const found = await ask<Run>(path);
       if (isClosed) return;
+      gone.hidden = true;
       drawHead(head, found);
       if (run === null) {
         document.title = `${found.name} · shoal`;
@@ -67,10 +69,13 @@ export function showRun(root: HTMLElement, id: string, tab: string, onState: (is
       }
     } catch (error) {
       if (isClosed) return;
-      if (run !== null) return;
+      const isGone = error instanceof Failure && error.status === 404;
+      if (run !== null) {
+        gone.hidden = !isGone;
+        return;
+      }
       tabs.hidden = true;
       fill(body);
-      const isGone = error instanceof Failure && error.status === 404;
       fill(head, isGone ? empty("There is no such run.", "Its folder may have been removed.", h("a", { href: "/" }, "All runs")) : failure(error));
     }
   }, 500);

@@ -213,5 +213,5 @@ function elastic(told: Explanation): HTMLElement | null {
 function notes(told: Explanation): HTMLElement | null {
   if (!told.notes.length) return null;
   const rows = told.notes.map((note) => h("tr", null, h("td", { class: "fixed" }, note.kind.replaceAll("_", " ")), h("td", { class: "number" }, `${note.count}×`), h("td", null, bdi(note.text))));
-  return h("section", { class: "card stack" }, h("h2", null, "Worth knowing"), h("div", { class: "scroll", tabindex: 0 }, h("table", null, h("tbody", null, ...rows))));
+  return h("section", { class: "card stack" }, h("h2", null, "Worth knowing"), h("div", { class: "scroll", tabindex: 0 }, h("table", { class: "told" }, h("tbody", null, ...rows))));
 }

@@ -115,13 +115,13 @@ function marks(world: World): HTMLElement {
       null,
       h("td", { class: "fixed", title: clock(mark.time, true) }, duration(mark.time - world.start)),
       h("td", { class: `fixed t-${mark.severity}` }, mark.kind.replaceAll("_", " ")),
-      h("td", { class: "number" }, mark.rank ?? "–"),
-      h("td", { class: "number" }, mark.step ?? "–"),
+      h("td", { class: "number", "data-name": "rank" }, mark.rank ?? "–"),
+      h("td", { class: "number", "data-name": "step" }, mark.step ?? "–"),
       h("td", null, bdi(mark.text), mark.why ? h("div", { class: "quiet small" }, "Why: ", bdi(mark.why)) : null, mark.hint ? h("div", { class: "quiet small" }, "What to do: ", bdi(mark.hint)) : null),
     ),
   );
   const heads = ["After", "What", "Rank", "Step", ""].map((title, i) => h("th", { scope: "col", class: i === 2 || i === 3 ? "number" : "" }, title));
-  return h("section", { class: "stack" }, h("h2", null, "What happened to workers"), h("div", { class: "card table-card scroll", tabindex: 0 }, h("table", { class: "tight" }, h("thead", null, h("tr", null, ...heads)), h("tbody", null, ...rows))));
+  return h("section", { class: "stack" }, h("h2", null, "What happened to workers"), h("div", { class: "card table-card scroll", tabindex: 0 }, h("table", { class: "tight told" }, h("thead", null, h("tr", null, ...heads)), h("tbody", null, ...rows))));
 }
 
 function worlds(world: World): HTMLElement | null {
@@ -130,13 +130,13 @@ function worlds(world: World): HTMLElement | null {
     h(
       "tr",
       null,
-      h("td", { class: "number" }, era.generation),
-      h("td", { class: "fixed" }, duration(era.time - world.start)),
-      h("td", { class: "number" }, duration(era.until - era.time)),
-      h("td", { class: "number" }, era.workers),
+      h("td", { class: "number", "data-name": "World" }, era.generation),
+      h("td", { class: "fixed", "data-name": "after" }, duration(era.time - world.start)),
+      h("td", { class: "number", "data-name": "lasted" }, duration(era.until - era.time)),
+      h("td", { class: "number", "data-name": "workers" }, era.workers),
       h("td", null, bdi(era.reason)),
     ),
   );
   const heads = ["World", "After", "Lasted", "Workers", "Why it began"].map((title, i) => h("th", { scope: "col", class: i === 0 || i === 2 || i === 3 ? "number" : "" }, title));
-  return h("section", { class: "stack" }, h("h2", null, "Worlds"), h("div", { class: "card table-card scroll", tabindex: 0 }, h("table", { class: "tight" }, h("thead", null, h("tr", null, ...heads)), h("tbody", null, ...rows))));
+  return h("section", { class: "stack" }, h("h2", null, "Worlds"), h("div", { class: "card table-card scroll", tabindex: 0 }, h("table", { class: "tight told" }, h("thead", null, h("tr", null, ...heads)), h("tbody", null, ...rows))));
 }

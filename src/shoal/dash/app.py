@@ -17,12 +17,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.dash import about, logs
-from shoal.dash.answers import answer, answer_bytes, answer_error, read_body, whole, whole_or_none
 from shoal.dash.built import PageFile
 from shoal.dash.curves import to_curves
-from shoal.dash.door import SHIELDS, Door, Refusal, Sessions
+from shoal.dash.door import Sessions
 from shoal.dash.heat import QUANTITIES
 from shoal.dash.index import SORTS, Listed, Query, RunIndex, plain
+from shoal.dash.jobs import Jobs
 from shoal.dash.opened import IDLE_SECONDS, OpenRun, OpenRuns
 from shoal.dash.stream import MAX_STREAMS, Streams
 from shoal.dash.world import plain_event, tell_world
@@ -30,6 +30,8 @@ from shoal.observe.clean import one_line
 from shoal.observe.runs import RunInfo, list_logs, read_run
 from shoal.spec.errors import UserError
 from shoal.spec.event import Event
+from shoal.web.answers import answer, answer_bytes, answer_error, read_body, whole, whole_or_none
+from shoal.web.door import SHIELDS, Door, Refusal
 
 MAX_CURVES = 64
 MAX_RUNS_AT_ONCE = 16
@@ -49,7 +51,8 @@ class Dash:
         self.index = RunIndex(home)
         self.opened = OpenRuns()
         self.is_over = False
-        self.streams = Streams(self.index, lambda: self.is_over)
+        self.jobs = Jobs()
+        self.streams = Streams(self.index, lambda: self.is_over, self.jobs.version)
         self.on_login = on_login
         self._explained: dict[str, tuple[Any, float, bytes]] = {}
         self._explaining = asyncio.Lock()
@@ -78,6 +81,7 @@ class Dash:
             Route("/api/runs/{id}/system", self.show_system),
             Route("/api/runs/{id}/stacks", self.take_stacks, methods=["POST"]),
             Route("/api/system", self.show_all_systems),
+            Route("/api/jobs", self.show_jobs),
             Route("/api/news", self.stream_news),
             Route("/api/{rest:path}", _nothing_here),
             Route("/page/{name}", self.show_file),
@@ -344,6 +348,12 @@ class Dash:
 
         return answer(request, {"stacks": await asyncio.to_thread(ask), "time": time.time()})
 
+    async def show_jobs(self, request: Request) -> Response:
+        """The queue, the nodes, the people and the shares of the service, as its owner or guest may see them."""
+        search, state = request.query_params.get("search", "")[:200], request.query_params.get("state", "")[:40]
+        is_all = request.query_params.get("all") == "1"
+        return answer(request, await asyncio.to_thread(self.jobs.look, search, state, is_all))
+
     async def stream_news(self, request: Request) -> Response:
         if self.streams.num_open >= MAX_STREAMS:
             raise UserError("Too many pages are open.", hint="close some of them")
@@ -351,7 +361,7 @@ class Dash:
         found = [self.index.find(run_id) for run_id in params.getlist("run")[:MAX_RUNS_AT_ONCE]]
         paths = [(one.id, one.row.run.path) for one in found if one]
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        news = self.streams.news(paths, has_list=params.get("list") == "1")
+        news = self.streams.news(paths, has_list=params.get("list") == "1", has_jobs=params.get("jobs") == "1")
         return StreamingResponse(news, headers=headers, media_type="text/event-stream")
 
     async def _listed(self, request: Request) -> Listed:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.observe.clean import clean, last_state
+from shoal.observe.lines import open_file
 
 MAX_BYTES = 1 << 16
 MAX_COLUMNS = 4000
@@ -19,7 +20,7 @@ def log_path(run_dir: str, rank: int) -> str:
 
 def read_before(run_dir: str, rank: int, end: int | None, num_bytes: int = MAX_BYTES) -> dict[str, Any]:
     """The lines that end at `end`, or at the end of the log."""
-    with open(log_path(run_dir, rank), "rb") as file:
+    with open_file(log_path(run_dir, rank)) as file:
         size = file.seek(0, os.SEEK_END)
         end = size if end is None else min(end, size)
         start = max(0, end - num_bytes)
@@ -34,7 +35,7 @@ def read_before(run_dir: str, rank: int, end: int | None, num_bytes: int = MAX_B
 
 def read_after(run_dir: str, rank: int, start: int, num_bytes: int = 4 * MAX_BYTES) -> dict[str, Any]:
     """Whole lines from `start` on. A log that became shorter is a new one, and is read from its start."""
-    with open(log_path(run_dir, rank), "rb") as file:
+    with open_file(log_path(run_dir, rank)) as file:
         size = file.seek(0, os.SEEK_END)
         start = start if start <= size else 0
         file.seek(start)
@@ -72,7 +73,7 @@ def search(run_dir: str, ranks: Sequence[int], text: str) -> dict[str, Any]:
     left = SEARCH_BYTES
     for rank in ranks:
         try:
-            with open(log_path(run_dir, rank), "rb") as file:
+            with open_file(log_path(run_dir, rank)) as file:
                 left -= _search_file(file, rank, wanted, found, left)
         except OSError:
             continue

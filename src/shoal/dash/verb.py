@@ -11,10 +11,10 @@ from importlib.util import find_spec
 from types import FrameType
 
 from shoal.dash.built import PageFile, read_page
-from shoal.dash.door import Door
 from shoal.engine.env import has_display, shoal_home
 from shoal.spec.errors import UserError
 from shoal.verb_parser import Parser
+from shoal.web.door import Door
 
 PORT = 4646
 

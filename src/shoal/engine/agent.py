@@ -19,7 +19,7 @@ import msgspec
 
 from shoal.engine.engine import Listener
 from shoal.engine.entry import script_of
-from shoal.engine.env import given_gpus, leave_mpirun
+from shoal.engine.env import AGENT, given_gpus, leave_mpirun
 from shoal.engine.local import LocalEngine
 from shoal.engine.machine import available_cores, available_memory_bytes, interfaces
 from shoal.engine.ports import ReservedPorts
@@ -245,7 +245,8 @@ def _read_spec(facts: Mapping[str, Any], moved: tuple[str, str] | None) -> Worke
     """A worker as the launcher described it. Its log is kept there."""
     command = tuple(move(part, moved) for part in facts["command"])
     folder = move(facts["working_dir"], moved)
-    return WorkerSpec(**{**facts, "command": command, "working_dir": folder, "log_path": os.devnull})
+    env = {**facts["env"], AGENT: "1"}
+    return WorkerSpec(**{**facts, "command": command, "working_dir": folder, "log_path": os.devnull, "env": env})
 
 
 def move(path: str, moved: tuple[str, str] | None) -> str:

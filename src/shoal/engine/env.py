@@ -9,6 +9,8 @@ from typing import Any
 from shoal.spec.errors import UserError
 from shoal.spec.job import Job, Seat
 
+AGENT = "SHOAL_AGENT"
+"""Set where the process that started a worker is not the launcher, but its hand on a machine."""
 LOCAL_ADDR = "127.0.0.1"
 
 
@@ -66,6 +68,7 @@ class WorkerFacts:
     is_elastic: bool = False
     is_resumed: bool = False
     is_measured: bool = False
+    has_agent: bool = False
     faults: str = ""
 
 
@@ -101,6 +104,7 @@ def read_worker(env: Mapping[str, str] | None = None) -> WorkerFacts:
         is_elastic=world_fd is not None,
         is_resumed=env.get("SHOAL_RESUME") == "1",
         is_measured=env.get("SHOAL_MEASURE") == "1",
+        has_agent=env.get(AGENT) == "1",
         faults=env.get("SHOAL_FAULTS", ""),
     )
 

@@ -60,3 +60,14 @@ def find_ground(where: Where) -> "Ground | None":
     if where.engine not in GROUNDS:
         raise UserError(f"There is no engine {where.engine!r}.", hint=f"use one of: local, {', '.join(GROUNDS)}")
     return GROUNDS[where.engine](where)
+
+
+def amount(text: str, name: str) -> float:
+    """The value of an option that is a number, 0 or more."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < 1e9:
+        raise UserError(f"{name} is {text!r}, which is not an amount.", hint="give it a number, 0 or more")
+    return found

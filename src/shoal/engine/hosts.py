@@ -18,7 +18,7 @@ from shoal.spec.errors import UserError
 AGENT = ("-m", "shoal.engine.agent")
 """Arguments of a Python that is to be an agent; it reads its invitation from its input."""
 COME_SECONDS = 7.0
-"""An agent that has not come by then is asked about."""
+"""A run that needs an agent which has not come by then is told why, if nobody says how long it should wait."""
 HUNG_SECONDS = 60.0
 """A command that has not brought one by then will not: it is ended, and tried again."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
@@ -56,9 +56,15 @@ class HostsGround:
     """
 
     def __init__(
-        self, hosts: Sequence[Host], host: str, command_of: Callable[[str, Sequence[str]], list[str]]
+        self,
+        hosts: Sequence[Host],
+        host: str,
+        command_of: Callable[[str, Sequence[str]], list[str]],
+        wait_seconds: float = HUNG_SECONDS,
     ) -> None:
+        """`wait_seconds` is how long a run that cannot begin waits for an agent of which nothing is heard."""
         self.host = host
+        self._wait_seconds, self._has_begun = wait_seconds, False
         self._command_of = command_of
         self._started = [_Started(host=each, order=order) for order, each in enumerate(hosts)]
         self._invitation: Invitation | None = None
@@ -77,7 +83,7 @@ class HostsGround:
             self._start(each)
 
     def look(self) -> Sequence[UserError]:
-        now, kept_away = time.monotonic(), []
+        now, kept_away = time.monotonic(), self._look_for_late()
         for each in self._started:
             if each.process is None and each.due and now >= each.due:
                 self._start(each)
@@ -96,22 +102,42 @@ class HostsGround:
                 kept_away.append(_cannot_reach(each.host.name, why))
         return kept_away
 
-    def waiting_for(self) -> str:
+    def _look_for_late(self) -> list[UserError]:
+        """What to say of hosts of which nothing was heard for too long. Raises it where the run cannot begin so.
+
+        A run that has begun waits for them: they may be hosts that were lost, and are on their way back.
+        """
+        self._has_begun |= sum(each.host.num_slots for each in self._started if _has_come(each)) >= self._least
+        late = self._late(self._wait_seconds)
+        if not late:
+            return []
+        silent = UserError(
+            f"No agent came from {', '.join(late)} within {self._wait_seconds:g} s.",
+            why=f"its machine does not answer, or {self._closed_ways()}",
+            hint="let the machines of a run reach each other at all TCP ports from 1024 on, or name other hosts. If "
+            "they are only slow, wait longer: `-o engine.wait=60`",
+        )
+        if self._has_begun:
+            return [silent]
+        raise silent
+
+    def _late(self, seconds: float) -> list[str]:
+        """Hosts whose command runs for longer than that, and has brought nobody."""
         now = time.monotonic()
-        late = [
-            e for e in self._started if e.process is not None and now - e.since > COME_SECONDS and not _has_come(e)
-        ]
-        waiting = [each.host.name for each in self._started if each.process is None] + [e.host.name for e in late]
+        waited = [each for each in self._started if each.process is not None and now - each.since > seconds]
+        return [each.host.name for each in waited if not _has_come(each)]
+
+    def waiting_for(self) -> str:
+        waiting = [each.host.name for each in self._started if each.process is None] + self._late(COME_SECONDS)
         if not waiting:
             return "agents are starting"
-        return (
-            f"no agent from {', '.join(waiting)} yet: its machine does not answer, or a firewall keeps it from "
-            f"{self.host}, port {self._port} (the launcher) or those of the command that starts it"
-        )
+        return f"no agent from {', '.join(waiting)} yet: its machine does not answer, or {self._closed_ways()}"
 
-    @property
-    def _port(self) -> int:
-        return self._invitation.port if self._invitation is not None else 0
+    def _closed_ways(self) -> str:
+        port = self._invitation.port if self._invitation is not None else 0
+        return (
+            f"a firewall keeps it from {self.host}, port {port} (the launcher) or those of the command that starts it"
+        )
 
     def replace(self, agent: str) -> None:
         each = next(each for each in self._started if str(each.order) == agent)
@@ -121,7 +147,7 @@ class HostsGround:
 
     def close(self) -> None:
         deadline = time.monotonic() + END_SECONDS
-        for each in self._started:
+        for each in filter(_has_come, self._started):  # a command that has brought nobody does not know of the end
             _wait(each, deadline)
         for each in self._started:
             if each.process is not None:

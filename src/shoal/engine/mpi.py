@@ -6,7 +6,8 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from shoal.engine.hosts import Host, HostsGround, parse_hosts
+from shoal.engine.grounds import amount
+from shoal.engine.hosts import COME_SECONDS, HUNG_SECONDS, Host, HostsGround, parse_hosts
 from shoal.engine.machine import available_cores, route_to
 from shoal.spec.errors import UserError
 
@@ -25,10 +26,13 @@ def make_ground(hosts: str | None, options: dict[str, str]) -> HostsGround:
     named = parse_hosts(hosts) if hosts is not None else [Host(name="localhost", num_slots=available_cores())]
     remote = [host.name for host in named if host.name not in HERE]
     more = _split(options.get("engine.mpirun", ""))
+    # Between us and ourselves there is no firewall, and a machine that is only slow is waited for.
+    wait_seconds = amount(options.get("engine.wait", str(COME_SECONDS if remote else HUNG_SECONDS)), "engine.wait")
     return HostsGround(
         named,
         route_to(remote[0]) if remote else "127.0.0.1",
         lambda host, python: command_of(mpirun, more, host, python),
+        wait_seconds,
     )
 
 

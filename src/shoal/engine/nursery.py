@@ -83,6 +83,21 @@ def wants_spare(options: Mapping[str, str]) -> bool:
     return value == "1"
 
 
+def num_at_start(options: Mapping[str, str], min_workers: int | None, max_workers: int) -> int:
+    """How many workers a run begins with: the option `engine.start` of an elastic one, else all of them."""
+    text = options.get("engine.start")
+    if text is None:
+        return max_workers
+    least = max_workers if min_workers is None else min_workers
+    if not (text.isascii() and text.isdecimal() and least <= int(text) <= max_workers):
+        raise UserError(
+            f"engine.start is {text!r}.",
+            why=f"this run can have {least} to {max_workers} workers" if least < max_workers else "it is not elastic",
+            hint="give it a number in that range, with `-n MIN:MAX`",
+        )
+    return int(text)
+
+
 def has_room() -> bool:
     """Whether there is memory for a process that may never be used."""
     available = available_memory_bytes()

@@ -15,6 +15,7 @@ from shoal.engine.agent import serve
 from shoal.engine.clusters import find_cluster
 from shoal.engine.env import has_ray_tls, has_ray_token, leave_ray, set_all, set_defaults
 from shoal.engine.greeting import GRPC, Greeting, greet
+from shoal.engine.grounds import amount
 from shoal.engine.machine import route_to
 from shoal.engine.wire import Invitation
 from shoal.spec.errors import UserError
@@ -57,26 +58,16 @@ def read_request(options: Mapping[str, str]) -> Request:
             f"engine.placement is {placement!r}.", hint=f"use one of: {', '.join(PLACEMENTS)}; pack is the default"
         )
     return Request(
-        cpus=_amount(options.get("engine.cpus", "1"), "engine.cpus"),
-        gpus=_amount(options.get("engine.gpus", "0"), "engine.gpus"),
+        cpus=amount(options.get("engine.cpus", "1"), "engine.cpus"),
+        gpus=amount(options.get("engine.gpus", "0"), "engine.gpus"),
         resources={
-            name: _amount(value, "engine.resources")
+            name: amount(value, "engine.resources")
             for name, value in _pairs(options.get("engine.resources", ""), "engine.resources", "disk=1")
         },
         labels=dict(_pairs(options.get("engine.labels", ""), "engine.labels", "zone=a")),
         placement=placement,
-        wait_seconds=_amount(options.get("engine.wait", "0"), "engine.wait"),
+        wait_seconds=amount(options.get("engine.wait", "0"), "engine.wait"),
     )
-
-
-def _amount(text: str, name: str) -> float:
-    try:
-        amount = float(text)
-    except ValueError:
-        amount = -1.0
-    if not 0 <= amount < 1e9:
-        raise UserError(f"{name} is {text!r}, which is not an amount.", hint="give it a number, 0 or more")
-    return amount
 
 
 def _pairs(text: str, name: str, example: str) -> list[tuple[str, str]]:

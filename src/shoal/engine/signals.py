@@ -1,18 +1,35 @@
 """Signals that ask a launcher to end, or to pause."""
 
+import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
 
+from shoal.spec.errors import UserError
+
 SAME_SECONDS = 0.2
 BUSY_SECONDS = 0.2
 LOOK_SECONDS = 0.05
+GRACE_SECONDS = 2.0
+MAX_GRACE_SECONDS = 86400.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def grace_of(options: Mapping[str, str]) -> float:
+    """Seconds that workers have to save and end in when a run is stopped: the option `engine.grace`, or 2."""
+    text = options.get("engine.grace", str(GRACE_SECONDS))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0.0 <= seconds <= MAX_GRACE_SECONDS:
+        raise UserError(f"engine.grace is {text!r}.", hint=f"give it seconds, from 0 to {MAX_GRACE_SECONDS:.0f}")
+    return seconds
 
 
 class Interrupted(BaseException):

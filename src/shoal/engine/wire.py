@@ -22,7 +22,7 @@ import msgspec
 MAX_FRAME_BYTES = 2 << 30
 CODE_BYTES = 16
 HANDSHAKE_SECONDS = 10.0
-CONNECT_SECONDS = 5.0
+CONNECT_SECONDS = 4.0
 READ_BYTES = 1 << 18
 _HEAD = struct.Struct("!I")
 _HELLO = b"shoal-agent-1\n"

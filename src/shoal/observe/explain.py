@@ -13,11 +13,14 @@ from shoal.observe.equipment import KINDS, Equipment, find_equipment
 from shoal.observe.finding import Finding
 from shoal.observe.history import History, tell_history
 from shoal.observe.metrics import MetricsReader
+from shoal.observe.noise import NoiseScale, find_noise
+from shoal.observe.predictions import Accuracy, judge, read_predictions
 from shoal.observe.runs import RunInfo, find_run, list_logs, read_run
 from shoal.observe.spending import Spending, spend
 from shoal.observe.turns import merge_turns
 from shoal.spec.errors import UserError
 from shoal.spec.event import Event
+from shoal.spec.prediction import Prediction
 
 # Kinds that other parts of an explanation tell.
 _TOLD_ELSEWHERE = frozenset(
@@ -83,7 +86,9 @@ class Explanation:
     `log_bytes` the size of each rank's log, and `num_damaged` counts lines of journal and metrics that could not be
     read. `items` is how far a map came: done, total (None: not known), per_second, retries. `equipment` is empty
     where all workers computed with the same. `spending` is where the time went from the first step to the last, with
-    checkpoints and recovering, and over time; None where there was no step.
+    checkpoints and recovering, and over time; None where there was no step. `noise_scale` is the gradient noise scale
+    in samples, from `noise`; None where that was not looked at, or the gradient drowns in it.
+    `predictions` are what was expected of its configurations before it had them, and `accuracy` how good they were.
     """
 
     run: RunInfo
@@ -101,6 +106,10 @@ class Explanation:
     equipment: tuple[Equipment, ...] = ()
     spending: Spending | None = None
     diagnoses: tuple[Told, ...] = ()
+    noise: NoiseScale | None = None
+    noise_scale: float | None = None
+    predictions: tuple[Prediction, ...] = ()
+    accuracy: Accuracy | None = None
 
     def text(self, width: int = 80, *, is_ascii: bool = False) -> str:
         """The explanation as people read it, no line longer than `width` columns."""
@@ -137,6 +146,8 @@ def explain(run_dir: str) -> Explanation:
     )
     breakdown = break_down_turns(turns, changes_in(events))
     spending, diagnoses = spend(turns, events), find_diagnoses(events)
+    predictions = tuple(read_predictions(run_dir))
+    noise = find_noise(turn.lead for turn in turns if not turn.is_undone)
     return Explanation(
         run=run,
         seconds=_seconds(run, events),
@@ -153,6 +164,10 @@ def explain(run_dir: str) -> Explanation:
         equipment=find_equipment(events),
         spending=spending,
         diagnoses=diagnoses,
+        noise=noise,
+        noise_scale=noise.samples if noise is not None else None,
+        predictions=predictions,
+        accuracy=judge(predictions),
     )
 
 

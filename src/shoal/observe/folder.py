@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from shoal.observe.clean import clean
+from shoal.observe.lines import open_file
 from shoal.spec.errors import UserError
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ def write_facts(path: str, facts: Mapping[str, Any]) -> None:
 def read_facts(path: str) -> dict[str, Any]:
     """What run.json of a folder says; empty where there is none that can be read."""
     try:
-        with open(os.path.join(path, "run.json"), encoding="utf-8") as file:
+        with open_file(os.path.join(path, "run.json")) as file:
             facts = json.load(file)
     except (OSError, ValueError, RecursionError):
         return {}

@@ -76,7 +76,7 @@ def tell_history(events: Sequence[Event], turns: Sequence[Turn]) -> History | No
         num_interrupted=sum(map(timeline.is_interrupted, timeline.kept)),
         num_completed=sum(e.kind == "step_settled" and e.data.get("is_completed") is True for e in events),
         num_skipped=len({event.step for event in events if event.kind == "step_skipped"}),
-        num_unused=sum(event.data.get("id") not in members for event in lost),
+        num_unused=sum(str(event.data.get("id")) not in members for event in lost),
         rebuilt=dict(Counter(str(event.data.get("from")) for event in events if event.kind == "state_rebuilt")),
     )
 

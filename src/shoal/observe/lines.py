@@ -1,14 +1,28 @@
 """Files that grow by whole lines: appending that outlives a failing disk, and reading what others append."""
 
+import errno
 import os
+import stat
 import threading
 from collections.abc import Callable
+from typing import BinaryIO
 
 Report = Callable[[str], None]
+MAX_LAST_BYTES = 8 << 20
+"""Where lines have no end, no more than this is read to find their beginning."""
 
 
 def say_nothing(text: str) -> None:
     """The report of someone who does not want to know."""
+
+
+def open_file(path: str) -> BinaryIO:
+    """A file to read. Raises OSError for what is none: a pipe or a device could keep its reader for good."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "Not a regular file", path)
+    return open(fd, "rb")
 
 
 class Appender:
@@ -97,7 +111,7 @@ class Tail:
     def read(self, limit: int = 1 << 20) -> bytes:
         """New bytes, at most `limit` of them; empty where there are none."""
         try:
-            with open(self.path, "rb", buffering=0) as file:
+            with open_file(self.path) as file:
                 facts = os.fstat(file.fileno())
                 if facts.st_size < self.offset or self._inode not in (0, facts.st_ino):
                     self.offset, self._rest = 0, b""
@@ -123,11 +137,11 @@ class Tail:
 def last_lines(path: str, num_lines: int, block_bytes: int = 1 << 16) -> tuple[bytes, int]:
     """The last lines of a file and the offset where it ended, read from the end: cost does not grow with the file."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             end = position = file.seek(0, os.SEEK_END)
             data = b""
             # One newline more than lines wanted: the first line of the block may be cut.
-            while position > 0 and data.count(b"\n") <= num_lines:
+            while position > 0 and data.count(b"\n") <= num_lines and len(data) < MAX_LAST_BYTES:
                 start = max(0, position - block_bytes)
                 file.seek(start)
                 data = file.read(position - start) + data

@@ -16,6 +16,8 @@ from shoal.observe.window import StepRow, read_rows
 from shoal.spec.event import Event
 
 KEPT_STEPS = 64
+MAX_SHARES, FEW_STEPS = 256, 3
+"""Of so many numbers of samples it is remembered how long the last few steps with them took."""
 FIRST_STEPS = 3
 """The first steps of a World pay for what happens once."""
 SILENT_SECONDS = 5.0
@@ -53,6 +55,7 @@ class Heard:
 
     at: float = float("-inf")
     rows: dict[int, StepRow] = field(default_factory=dict)
+    shares: dict[int, deque[float]] = field(default_factory=dict)
     strains: deque[tuple[float, Strain]] = field(default_factory=deque)
     links: deque[tuple[tuple[Link, ...], float]] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     links_at: float | None = None
@@ -76,6 +79,11 @@ class Heard:
 
 StateOf = Callable[[int, float], str]
 """(rank, seconds it was waited for) -> the kernel's letter for its process, ANSWERS or SILENT, or UNKNOWN."""
+
+
+def _usual_by_share(heard: Heard) -> dict[int, float]:
+    """How long it computed when it last had so many samples. The first steps pay for what happens once."""
+    return {number: median([*last]) for number, last in heard.shares.items() if len(last) == FEW_STEPS}
 
 
 def _delay(strain: Strain) -> float:
@@ -126,6 +134,8 @@ class Live:
         heard.equipment = str(event.data.get("equipment") or "")
         for row in read_rows(event.data.get("window")):
             heard.rows[row.step] = row
+            if row.num_samples in heard.shares or len(heard.shares) < MAX_SHARES:
+                heard.shares.setdefault(row.num_samples, deque(maxlen=FEW_STEPS)).append(row.compute)
         for step in sorted(heard.rows)[:-KEPT_STEPS]:
             del heard.rows[step]
         strain = read_strain(event.data.get("strain"))
@@ -143,6 +153,7 @@ class Live:
         self._generation = generation
         for heard in self._heard.values():
             heard.rows.clear()
+            heard.shares.clear()
             heard.links.clear()
             heard.links_at = None
 
@@ -293,7 +304,8 @@ class Live:
         least = first + (FIRST_STEPS if is_young else 0)
         rows = {rank: {step: row for step, row in one.rows.items() if step >= least} for rank, one in heard.items()}
         are_alike = len({one.equipment for one in heard.values()}) == 1
-        found = find_straggler(rows, are_alike=are_alike)
+        shares = {rank: _usual_by_share(one) for rank, one in heard.items()}
+        found = find_straggler(rows, are_alike=are_alike, shares=shares)
         if found is None:
             return
         strain = heard[found.rank].strain()

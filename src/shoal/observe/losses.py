@@ -49,7 +49,7 @@ class Join:
 def find_losses(events: Sequence[Event], timeline: Timeline) -> tuple[Loss, ...]:
     """Every loss of a member, in order. What happened to workers that were not let in yet cost nobody anything."""
     sizes = {member: len(era.members) for era in timeline.eras for member in era.members}
-    lost = [event for event in events if event.kind == "worker_lost" and event.data.get("id") in sizes]
+    lost = [event for event in events if event.kind == "worker_lost" and str(event.data.get("id")) in sizes]
     entries = _entries(timeline)
     hits = _find_hits(events)
     losses = [_loss(event, hits.get(str(event.data["id"]), event), entries, timeline) for event in lost]

@@ -43,6 +43,8 @@ def merge(rows: Sequence[StepMetrics]) -> MergedSteps:
     last, count = rows[-1], sum(row.num_steps for row in rows)
     sums = {name: _round(sum(map(attrgetter(name), rows))) for name in PARTS}
     norms = [(row.grad_norm, row.num_steps) for row in rows if row.grad_norm is not None]
+    signals = [(row.grad_signal, row.num_steps) for row in rows if row.grad_signal is not None]
+    variances = [(row.grad_variance, row.num_steps) for row in rows if row.grad_variance is not None]
     waited: Counter[int] = Counter()
     for row in rows:
         if row.waited_for is not None:
@@ -63,6 +65,8 @@ def merge(rows: Sequence[StepMetrics]) -> MergedSteps:
         num_values=sum(row.num_values for row in rows),
         waited_for=waited.most_common(1)[0][0] if waited else None,
         grad_norm=_mean(norms) if norms else None,
+        grad_signal=_mean(signals) if signals else None,
+        grad_variance=_mean(variances) if variances else None,
         num_steps=count,
         bounds=_all_bounds(rows),
     )

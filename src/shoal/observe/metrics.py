@@ -1,7 +1,8 @@
 """Metrics of a run: one line a step and rank, written behind the training loop's back.
 
 The file is JSON lines. JSON has no NaN and no infinities: such numbers are written as the texts "nan", "inf" and
-"-inf", and read back as the numbers they were. A missing value (`grad_norm`, `waited_for`) is null.
+"-inf", and read back as the numbers they were. A missing value (`grad_norm`, `waited_for`) is null; what only few
+steps have (`grad_signal`, `grad_variance`) is left out of the others.
 """
 
 import math
@@ -18,6 +19,7 @@ from shoal.observe.segments import Bound, BoundedAppender, SegmentReader, list_n
 from shoal.spec.event import StepMetrics
 
 _FLOATS = ("time", "loss", "lr", "compute", "communicate", "wait", "load", "other", "grad_norm")
+_UNSEEN = b',"grad_signal":null,"grad_variance":null}'
 
 
 class MetricsWriter(DelayedAppender[StepMetrics]):
@@ -35,7 +37,8 @@ def metrics_path(run_dir: str, rank: int) -> str:
 def encode(metrics: StepMetrics) -> bytes:
     """One line of the file, without its newline."""
     if math.isfinite(metrics.loss + metrics.lr + (metrics.grad_norm or 0.0)):
-        return _encoder.encode(metrics)
+        line = _encoder.encode(metrics)
+        return line[: -len(_UNSEEN)] + b"}" if line.endswith(_UNSEEN) else line
     plain: dict[str, Any] = msgspec.to_builtins(metrics)
     for name in _FLOATS:
         value = plain[name]

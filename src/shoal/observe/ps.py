@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from shoal.observe.clean import clean, columns, fit
 from shoal.observe.runs import RunInfo, list_runs
-from shoal.observe.segments import newest_lines
+from shoal.observe.segments import list_names, newest_lines
 from shoal.observe.status import duration, number
 
 MAX_SHOWN = 20
@@ -43,7 +43,7 @@ def row_of(run: RunInfo, now: float) -> Row:
     """A run with what the ends of its files tell."""
     ended = now if run.status == "running" else run.ended
     is_elastic = run.max_workers is not None
-    workers = range(run.max_workers or 1)
+    workers = _workers_with_metrics(run.path) if is_elastic else (0,)
     step, loss = newest_step(run.path, workers) if run.status != "imported" else _imported_step(run)
     return Row(
         run=run,
@@ -66,6 +66,11 @@ def newest_step(run_dir: str, workers: Iterable[int] = (0,)) -> tuple[int | None
     # Not through `metrics`, which imports msgspec: this must stay as cheap as the rest of `shoal ps`.
     newest = max((_last_step(run_dir, worker) for worker in workers), key=lambda each: each[0], default=_NO_STEP)
     return newest[1], newest[2]
+
+
+def _workers_with_metrics(run_dir: str) -> list[int]:
+    """Those that have files: there may be far fewer than the run may have."""
+    return [int(number) for number in list_names(run_dir, r"metrics-(\d{1,9})\.jsonl")]
 
 
 _NO_STEP: tuple[float, int | None, float | None] = (-math.inf, None, None)
@@ -94,6 +99,17 @@ def newest_items(run_dir: str) -> tuple[int, int | None] | None:
     data = _newest(run_dir, "items_done") or {}
     done, total = data.get("done"), data.get("total")
     return (done, total if isinstance(total, int) else None) if isinstance(done, int) else None
+
+
+def newest_failure(run_dir: str, since: float) -> dict[str, Any]:
+    """The first cause of a run that has failed since then, as its journal tells it; empty where it tells of none."""
+    for line in reversed(newest_lines(os.path.join(run_dir, "journal.jsonl"), 20).split(b"\n")):
+        if b'"run_ended"' in line:
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                event = json.loads(line)
+                if event["kind"] == "run_ended" and event["time"] >= since:
+                    return dict(event["data"]["cause"] or {})
+    return {}
 
 
 def _newest(run_dir: str, kind: str, num_lines: int = 200) -> dict[str, Any] | None:

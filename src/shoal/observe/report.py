@@ -22,6 +22,7 @@ _TITLES = {"communicate": "comm"} | {part: part for part in _PARTS if part != "c
 _BLOCKS = dict(zip(_PARTS, "█▓░▒·", strict=True))
 _LETTERS = dict(zip(_PARTS, "#=.~ ", strict=True))
 _MAX_RANKS = 16
+_MAX_PREDICTIONS = 8
 
 
 def write_report(explanation: "Explanation", width: int = 80, *, is_ascii: bool = False) -> str:
@@ -31,7 +32,9 @@ def write_report(explanation: "Explanation", width: int = 80, *, is_ascii: bool 
     if explanation.cause:
         lines += _section("why it failed", _cause(explanation.cause, width))
     if explanation.breakdown:
-        lines += _section("where the time went", _times(explanation.breakdown, width, is_ascii))
+        times = [*_times(explanation.breakdown, width, is_ascii), *_noise(explanation)]
+        lines += _section("where the time went", times)
+    lines += _section("how well its speed was predicted", _predictions(explanation))
     if explanation.spending:
         lines += _section("all of the time", _spending(explanation.spending, width, is_ascii))
     if explanation.history:
@@ -48,6 +51,26 @@ def write_report(explanation: "Explanation", width: int = 80, *, is_ascii: bool 
     lines += _section("files", _files(explanation))
     text = "\n".join(lines) + "\n"
     return text.encode("ascii", "replace").decode() if is_ascii else text
+
+
+def _noise(explanation: "Explanation") -> Iterator[str]:
+    if explanation.noise_scale is not None:
+        yield f"gradient noise scale {count(explanation.noise_scale)} samples: larger batches gain little"
+
+
+def _predictions(explanation: "Explanation") -> Iterator[str]:
+    for made in explanation.predictions[-_MAX_PREDICTIONS:]:
+        size = f"{made.workers} worker{'s' * (made.workers != 1)} on {made.nodes} node{'s' * (made.nodes != 1)}"
+        yield (
+            f"{size}, {made.micro_batch:g} samples each: expected {ms(made.expected_seconds)} "
+            f"± {percent(made.spread)}, measured {ms(made.measured_seconds)}"
+        )
+    accuracy = explanation.accuracy
+    if accuracy is not None:
+        yield (
+            f"median error {percent(accuracy.median_error)}, {accuracy.num_within} of {accuracy.num_made} "
+            "within two standard deviations"
+        )
 
 
 def _section(title: str, body: Iterable[str]) -> list[str]:

@@ -37,7 +37,7 @@ class RunInfo:
 def is_held(path: str) -> bool:
     """Whether a live process holds this run folder."""
     try:
-        fd = os.open(os.path.join(path, "lock"), os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(os.path.join(path, "lock"), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return False
     try:

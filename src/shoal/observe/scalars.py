@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.observe.metrics import MetricsReader
+from shoal.observe.noise import NoiseScale
 from shoal.observe.points import MergedPoint, Point, PointsReader
 from shoal.observe.series import NAMES, OWN
 from shoal.observe.turns import step_seconds
@@ -17,6 +18,7 @@ _GROUPS = {
     **dict.fromkeys(NAMES[:4], "train"),
     **dict.fromkeys(NAMES[4:6], "speed"),
     **dict.fromkeys(PARTS, "time"),
+    **dict.fromkeys(("grad_signal", "grad_variance", "noise_scale"), "train"),
 }
 
 
@@ -53,6 +55,7 @@ class ScalarsReader:
         self._since = since
         self._waiting: dict[int, deque[StepMetrics]] = {}
         self._newest: dict[int, float] = {}
+        self._noise = NoiseScale()
 
     def read_new(self) -> list[Scalars]:
         """What is new and complete."""
@@ -103,7 +106,11 @@ class ScalarsReader:
         """The lowest step that waits, of every rank that has it."""
         number = min(queue[0].step for queue in self._waiting.values() if queue)
         steps = [queue.popleft() for queue in self._waiting.values() if queue and queue[0].step == number]
-        return Scalars(step=number, time=steps[0].time, values=dict(scalars_of(steps)))
+        values = dict(scalars_of(steps))
+        before, self._noise = self._noise, self._noise.with_step(steps[0])
+        if self._noise is not before and self._noise.samples is not None:
+            values["noise_scale"] = self._noise.samples
+        return Scalars(step=number, time=steps[0].time, values=values)
 
 
 def scalars_of(steps: Sequence[StepMetrics]) -> Iterator[tuple[str, float]]:
@@ -116,6 +123,9 @@ def scalars_of(steps: Sequence[StepMetrics]) -> Iterator[tuple[str, float]]:
     yield "epoch", first.epoch
     if first.grad_norm is not None:
         yield "grad_norm", first.grad_norm
+    if first.grad_signal is not None and first.grad_variance is not None:
+        yield "grad_signal", first.grad_signal
+        yield "grad_variance", first.grad_variance
     if seconds > 0:
         yield "samples_per_second", first.global_samples / first.num_steps / seconds
         yield "step_seconds", seconds

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from shoal.observe.lines import Appender, Report, last_lines, say_nothing
+from shoal.observe.lines import Appender, Report, last_lines, open_file, say_nothing
 
 _TRIES = 20
 _PAUSE_SECONDS = 0.001
@@ -104,15 +104,18 @@ def _is_same(fd: int, path: str) -> bool:
         return False
 
 
+_NUMBER = re.compile(r"\d{1,15}")
+
+
 def sealed_numbers(path: str) -> list[int]:
     """The parts that have been sealed and are still there, in order."""
     folder, name = os.path.split(path)
-    pattern = re.compile(re.escape(name) + r"\.(\d{1,15})")
+    start = f"{name}."
     try:
-        names = os.listdir(folder or ".")
+        ends = [each[len(start) :] for each in os.listdir(folder or ".") if each.startswith(start)]
     except OSError:
         return []
-    return sorted(int(match[1]) for each in names if (match := pattern.fullmatch(each)))
+    return sorted(int(end) for end in ends if _NUMBER.fullmatch(end))
 
 
 def newest_lines(path: str, num_lines: int, block_bytes: int = 1 << 16) -> bytes:
@@ -139,7 +142,7 @@ def past_path(path: str) -> str:
 def read_past(path: str) -> tuple[int, bytes]:
     """Up to which part the past goes, and its lines; 0 and nothing where there is none, or none that can be read."""
     try:
-        with open(past_path(path), "rb") as file:
+        with open_file(past_path(path)) as file:
             head, lines = file.readline(), file.read()
         return int(json.loads(head)["until"]), lines
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -155,7 +158,7 @@ def fold_oldest(path: str, bound: Bound) -> None:
         numbers = sealed_numbers(path)
         if len(numbers) <= bound.num_sealed:
             return
-        with contextlib.suppress(FileNotFoundError), open(f"{path}.{numbers[0]}", "rb") as part:
+        with contextlib.suppress(FileNotFoundError), open_file(f"{path}.{numbers[0]}") as part:
             if not _lock(part.fileno(), fcntl.LOCK_EX):
                 return
             until, past = read_past(path)
@@ -253,7 +256,7 @@ class SegmentReader:
 
     def _read(self, path: str) -> bytes:
         try:
-            with open(path, "rb", buffering=0) as file:
+            with open_file(path) as file:
                 if os.fstat(file.fileno()).st_size < self._offset and path == self.path:
                     if os.path.exists(f"{path}.{self._number}"):
                         return b""

@@ -5,6 +5,7 @@ import re
 
 import msgspec
 
+from shoal.observe.lines import open_file
 from shoal.observe.trace import Span
 
 _NAME = re.compile(r"spans-(\d{1,9})\.jsonl")
@@ -34,7 +35,7 @@ def read(run_dir: str) -> dict[int, list[Span]]:
 def _read(path: str) -> list[Span]:
     found = []
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             for line in file:
                 try:
                     found.append(_decoder.decode(line))

@@ -6,6 +6,7 @@ slow one in nearly all of the last dozen steps: a hiccup, or a busy machine, tak
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import log
 
 from shoal.observe.breakdown import median
 from shoal.observe.diagnosis import Diagnosis
@@ -22,6 +23,9 @@ WORTH_STEP = 0.2
 MIN_EXCESS_SECONDS = 0.002
 SHIFT, FAR_OFF = 1.4, 1.7
 """How much slower a sample must be computed than before, or than by others from the beginning on."""
+OTHER_SHARE, LEAST_POWER = 1.4, 0.4
+"""With a share that many times as large a step must have taken longer by at least this power of it: else what takes
+long is not the samples."""
 MORE_DATA = 1.25
 MAX_POWER = 2.2
 """Twice as much data takes up to this power of two as long: attention is quadratic."""
@@ -29,6 +33,8 @@ THROTTLED, MUCH_DELAY, FAULTS_PER_SECOND = 0.05, 0.3, 20.0
 
 Rows = Mapping[int, Mapping[int, StepRow]]
 """rank -> step -> what it took."""
+Shares = Mapping[int, Mapping[int, float]]
+"""rank -> number of samples it once had in a step -> the seconds it computed then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +50,12 @@ class Straggler:
     last_step: int
 
 
-def find_straggler(rows: Rows, *, are_alike: bool = True) -> Straggler | None:
+def find_straggler(rows: Rows, *, are_alike: bool = True, shares: Shares | None = None) -> Straggler | None:
     """The rank that held up the others in nearly all of the last steps that all have told of.
 
     Where faster ranks were given more of the work nobody waits: then it is the one whose samples suddenly take
     longer, or far longer than those of the others from the beginning on, if all compute with the same (`are_alike`).
+    One that took as long when it had more samples (`shares`) is none: its steps are short of samples, not slow.
     """
     common = sorted(set.intersection(*(set(mine) for mine in rows.values()))) if len(rows) > 1 else []
     few = common[-NUM_STEPS:]
@@ -57,7 +64,20 @@ def find_straggler(rows: Rows, *, are_alike: bool = True) -> Straggler | None:
     few, before = common[-number:], common[:-number]
     if len(few) < number:
         return None
-    return _waited_for(rows, few, least) or _slowed_down(rows, few, before, least, are_alike=are_alike)
+    if late := _waited_for(rows, few, least):
+        return late
+    slow = _slowed_down(rows, few, before, least, are_alike=are_alike)
+    return slow if slow and _is_by_samples(rows[slow.rank], few, (shares or {}).get(slow.rank, {})) else None
+
+
+def _is_by_samples(mine: Mapping[int, StepRow], steps: Sequence[int], once: Mapping[int, float]) -> bool:
+    """Whether what a rank computes takes longer the more samples it has, as far as it has had more."""
+    samples = median([float(mine[step].num_samples) for step in steps])
+    seconds = median([mine[step].compute for step in steps])
+    more = max((number for number in once if number >= OTHER_SHARE * samples), default=0)
+    if not more or not samples or seconds <= 0 or once[more] <= 0:
+        return True
+    return log(once[more] / seconds) >= LEAST_POWER * log(more / samples)
 
 
 def _length(rows: Rows, step: int) -> float:

@@ -33,16 +33,24 @@ def find_eras(events: Iterable[Event], turns: Sequence[Turn]) -> list[Era]:
             counts[index - 1] += turn.num_steps
     return [
         Era(
-            generation=int(event.data.get("generation", 0)),
+            generation=_whole(event.data.get("generation")),
             time=event.time,
             seconds=times[index + 1] - event.time if index + 1 < len(times) else None,
-            members=tuple(map(str, event.data.get("members", ()))),
-            joined=tuple(map(str, event.data.get("joined", ()))),
+            members=_texts(event.data.get("members")),
+            joined=_texts(event.data.get("joined")),
             reason=str(event.data.get("reason", "")),
             num_steps=counts[index],
         )
         for index, event in enumerate(worlds)
     ]
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, list | tuple) else ()
 
 
 class Timeline:

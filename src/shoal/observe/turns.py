@@ -104,8 +104,9 @@ def _mark_undone(turns: Sequence[Turn], events: Iterable[Event]) -> None:
 def _mark_again(turns: Sequence[Turn], events: Iterable[Event]) -> None:
     """Where copies train by themselves, a loss makes the others take steps again, each with what is missing of it."""
     for event in events:
-        if event.kind == "relearning":
-            missing = range(event.step or 0, int(event.data.get("until", 0)))
+        until = event.data.get("until")
+        if event.kind == "relearning" and isinstance(until, int):
+            missing = range(event.step or 0, until)
             known = {turn.step for turn in turns if turn.end <= event.time and turn.step in missing}
             for turn in turns:
                 if turn.end > event.time and turn.step in known:

@@ -63,7 +63,8 @@ class Finder:
     holders: dict[str, Bools] = field(default_factory=dict)
     states: States = field(default_factory=States)
     fits: dict[Need, Fits] = field(default_factory=dict)
-    failed: dict[tuple[Need, frozenset[str]], tuple[int, int]] = field(default_factory=dict)
+    refused: dict[tuple[Need, frozenset[str]], tuple[int, int]] = field(default_factory=dict)
+    """The fewest workers that found no room, and how much had been given back by then."""
     numbered: Numbered = field(init=False)
 
     def __post_init__(self) -> None:
@@ -153,16 +154,21 @@ class Finder:
         total = int(row.counts.sum())
         return total - sum(int(row.counts[at]) for at in self.barred)
 
+    def is_refused(self, need: Need, workers: int, zone: frozenset[str]) -> bool:
+        """Whether it is known that so many have no room. False: look."""
+        fewest, num_returns = self.refused.get((need, zone), (0, -1))
+        return num_returns == self.space.num_returns and workers >= fewest
+
     def pick(
         self, job: Queued, need: Need, workers: int, zone: frozenset[str], favour: Floats | None = None
     ) -> Spots | None:
         """Nodes for so many workers, all of them or None. `favour` is taken off the scores."""
-        gains, least = self.failed.get((need, zone), (-1, 0))
-        if gains == self.space.num_gains and workers >= least:
+        if self.is_refused(need, workers, zone):
             return None
         spots = self._pick(job, need, workers, zone, favour)
-        if spots is None:
-            self.failed[need, zone] = self.space.num_gains, workers
+        # Nodes that are barred now may be free again with nothing given back.
+        if spots is None and not self.barred:
+            self.refused[need, zone] = workers, self.space.num_returns
         return spots
 
     def _pick(

@@ -180,23 +180,3 @@ def kinds_of(history: Sequence[PastJob]) -> tuple[str, ...]:
         for kind in {observation.kind for observation in job.observations}:
             counts[kind] = counts.get(kind, 0) + 1
     return tuple(sorted(counts, key=lambda kind: (-counts[kind], kind))) or ("",)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """What was expected of a configuration before it ran, and what it was, kept to show how good they are.
-
-    `spread` is one standard deviation of the logarithm, as `Throughput.spread` gave it.
-    """
-
-    job: str
-    time: float
-    expected_seconds: float
-    spread: float
-    measured_seconds: float
-    num_observations: int = 0
-
-    @property
-    def error(self) -> float:
-        """Relative: 0.1 where a step took 10 % less than expected."""
-        return self.expected_seconds / self.measured_seconds - 1

@@ -245,6 +245,8 @@ class Walk:
         """Nodes where there is room once others have gone, with those others stopped or made smaller."""
         draft = self.draft
         need = draft.needs[job.id]
+        if draft.reach.is_refused(need, job.min_workers, zone):
+            return None
         free_now = np.minimum(draft.free.row(need, zone).counts, job.min_workers) / job.min_workers
         spots = draft.reach.pick(job, need, job.min_workers, zone, favour=4.0 * free_now)
         if spots is None:

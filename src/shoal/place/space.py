@@ -49,8 +49,8 @@ class Rooms:
 
 
 class Space:
-    """Room on the nodes. `take` and `give_back` change it; what changed is in `changes`, so that others can follow,
-    and `num_gains` counts what was given back: while it stands still, what had no room has none.
+    """Room on the nodes. `take` and `give_back` change it; what changed is in `changes`, so that others can follow.
+    While `num_returns` stays the same, what had no room still has none.
 
     GPUs have a row of devices for each node, `gpu[node, device]` free thousandths. Devices that a node does not have
     are zero.
@@ -72,7 +72,7 @@ class Space:
         self.kind: Ints = np.array([number[node.kind] for node in nodes], np.int64)
         self.tops = tuple(max(int(v.max(initial=0)), 1) for v in (self.cores, self.memory, self.gpu_sum))
         self.changes: list[int] = []
-        self.num_gains = 0
+        self.num_returns = 0
 
     def copy(self) -> "Space":
         """Another one with the same room, whose changes begin from here."""
@@ -81,7 +81,7 @@ class Space:
         other.kinds, other.kind = self.kinds, self.kind
         other.cores, other.memory, other.disk = self.cores.copy(), self.memory.copy(), self.disk.copy()
         other.gpu, other.whole, other.gpu_sum = self.gpu.copy(), self.whole.copy(), self.gpu_sum.copy()
-        other.changes, other.num_gains = [], 0
+        other.changes, other.num_returns = [], 0
         return other
 
     def with_room(self, kind: Ints, cores: Ints, memory: Ints, disk: Ints, gpu: Ints) -> "Space":
@@ -91,7 +91,7 @@ class Space:
         other.kinds, other.kind = self.kinds, kind
         other.cores, other.memory, other.disk, other.gpu = cores, memory, disk, gpu
         other.whole, other.gpu_sum = (gpu == MILLI).sum(axis=1), gpu.sum(axis=1)
-        other.changes, other.num_gains = [], 0
+        other.changes, other.num_returns = [], 0
         return other
 
     def counts(self, need: Need, at: Ints | slice) -> Ints:
@@ -153,7 +153,7 @@ class Space:
         self._add(at, need, -workers, devices)
 
     def give_back(self, at: int, need: Need, workers: int, devices: Sequence[int]) -> None:
-        self.num_gains += 1
+        self.num_returns += 1
         self._add(at, need, workers, devices)
 
     def _add(self, at: int, need: Need, workers: int, devices: Sequence[int]) -> None:

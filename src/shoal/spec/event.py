@@ -28,7 +28,8 @@ class StepMetrics:
     compute: forward and backward. communicate: moving and summing gradients, and the optimizer's share of it.
     wait: idle until others arrived. load: idle until the data was there. other: what is left.
     `waited_for` is the rank that arrived last, or None where nobody was waited for. `num_values` is how many numbers
-    the samples had, such as their tokens or pixels; 0 where that is not known.
+    the samples had, such as their tokens or pixels; 0 where that is not known. `grad_signal` and `grad_variance` are
+    estimates of |G|^2 and of the trace of a sample's covariance, in the few steps in which that was looked at.
 
     Of steps long ago several are merged into one: see `observe/merged.py`.
     """
@@ -48,6 +49,8 @@ class StepMetrics:
     waited_for: int | None = None
     grad_norm: float | None = None
     num_values: int = 0
+    grad_signal: float | None = None
+    grad_variance: float | None = None
 
     @property
     def num_steps(self) -> int:

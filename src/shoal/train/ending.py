@@ -1,4 +1,4 @@
-"""Being told to end: the step is finished and a checkpoint saved first, if that takes no longer than a moment."""
+"""Being told to end: the step is finished and a checkpoint saved first, if half the grace is enough for that."""
 
 import os
 import signal
@@ -6,9 +6,10 @@ import threading
 from types import FrameType
 
 from shoal.engine.env import WorkerFacts
+from shoal.engine.signals import grace_of
 
-PATIENCE_SECONDS = 1.0
-"""Whoever told us to end kills us after little more than this."""
+PATIENCE = 0.5
+"""The part of the grace that we use: whoever told us to end kills us after all of it."""
 
 
 class Ending:
@@ -16,11 +17,16 @@ class Ending:
 
     A process that does not reach the end of a step in time, or is not in a step at all, ends at once as it would have
     without us. Scripts that have a handler of their own keep it.
+
+    Where an agent started us and is gone, so is our machine, as far as others know: we end at once, and do not get to
+    tell them that the run is to end.
     """
 
     def __init__(self, facts: WorkerFacts) -> None:
         self.is_asked = False
         self.is_stepping = False
+        self._agent = os.getppid() if facts.has_agent else None
+        self._patience_seconds = PATIENCE * grace_of(facts.options)
         is_ours = facts.control_fd is not None and threading.current_thread() is threading.main_thread()
         if is_ours and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._take)
@@ -28,10 +34,10 @@ class Ending:
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.is_asked:  # when a launcher dies, the kernel tells us, and then its guard: nobody is in more haste
             return
-        if not self.is_stepping:
+        if not self.is_stepping or self._agent not in (None, os.getppid()):
             self.end()
         self.is_asked = True
-        timer = threading.Timer(PATIENCE_SECONDS, self.end)
+        timer = threading.Timer(self._patience_seconds, self.end)
         timer.daemon = True
         timer.start()
 

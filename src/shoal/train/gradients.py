@@ -7,6 +7,7 @@ from torch import nn
 
 from shoal.train import tree
 from shoal.train.flat import FlatLayout
+from shoal.train.noise import square_of_all
 from shoal.train.tree import Node
 
 
@@ -19,6 +20,7 @@ class Gradients:
 
     `on_ready(elements)` is called while the last piece's backward goes on: everything before that offset is final.
     `stalled` is how many seconds of the step it has waited for other workers: never, here.
+    `first_square` is the sum of squares of the first piece's gradient, in steps that are begun with `looks`.
     """
 
     stalled = 0.0
@@ -45,17 +47,22 @@ class Gradients:
         self._target = self._views[0]
         self._adds = self._is_last = False
         self._next = 0
+        self._looks = False
+        self.first_square: float | None = None
         self._hooks = [p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(parameters)]
 
-    def begin(self, num_leaves: int, mine: range) -> None:
+    def begin(self, num_leaves: int, mine: range, *, looks: bool = False) -> None:
         """Start a step of `num_leaves` shards, of which this worker computes those in `mine`."""
         self._num_leaves = num_leaves
         self._mine = mine
+        self._looks, self.first_square = looks, None
         self.nodes = []
 
     def open(self, node: Node, *, is_last: bool) -> None:
         """The next backward belongs to the shards of `node`."""
         self._skip_to(node[0])
+        # Only where it is not the last is there anything to compare it with.
+        self._looks = self._looks and not self.nodes and not is_last
         self._start(node, is_last=is_last)
 
     def end(self) -> None:
@@ -94,6 +101,8 @@ class Gradients:
             elif self._exact:
                 # Nothing counts as zero wherever it is added: -0.0 + 0.0 is 0.0.
                 self._target[index].add_(0.0)
+        if self._looks:
+            self.first_square, self._looks = square_of_all(self._slots[self.nodes[-1][1]]), False
         if self._exact:
             self._join()
         else:

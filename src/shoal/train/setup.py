@@ -2,6 +2,7 @@
 
 import math
 import os
+import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -453,6 +454,7 @@ def record_worker(recorder: Recorder, step: int, settings: Settings, device: tor
     recorder.event(
         "worker_settings",
         step,
+        host=platform.node(),
         device=str(device),
         precision=settings.precision,
         threads=torch.get_num_threads(),

@@ -276,6 +276,8 @@ class Steps:
                 waited_for=None if outcome.waited_for is None else self.team.worker_of(outcome.waited_for),
                 grad_norm=outcome.norm,
                 num_values=count_values(batch.pieces),
+                grad_signal=None if outcome.noise is None else outcome.noise.signal,
+                grad_variance=None if outcome.noise is None else outcome.noise.variance,
             ),
             self.num_steps,
         )
@@ -299,6 +301,7 @@ class Steps:
     def _end(self) -> None:
         """Save what there is and end, because we were asked to."""
         self.course.keep()
+        self.recorder.flush()  # a death by signal writes nothing any more
         if self.ending.is_asked:
             self.ending.end()
         raise SystemExit(143)

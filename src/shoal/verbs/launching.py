@@ -1,4 +1,4 @@
-"""Verbs that start runs, here or on a cluster."""
+"""`shoal run`, and how a run is described on the command line."""
 
 import argparse
 import os
@@ -7,19 +7,21 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shoal.spec.errors import UserError
-from shoal.verb_parser import Parser, add_address, parse_count
+from shoal.verb_parser import Parser, parse_count
 
 if TYPE_CHECKING:
     from shoal.observe.runs import RunInfo
     from shoal.spec.job import Job
 
-_RUN_OPTIONS: Sequence[tuple[tuple[str, ...], dict[str, Any]]] = (
+Options = Sequence[tuple[tuple[str, ...], dict[str, Any]]]
+
+RUN_OPTIONS: Options = (
     (
         ("-n", "--num-workers"),
         {
             "metavar": "N|MIN:MAX|auto",
             "default": None,
-            "help": "how many workers (default: 1); with MIN:MAX they may come and go",
+            "help": "how many workers (default: 1, or all slots of --hosts); with MIN:MAX they may come and go",
         },
     ),
     (("-m", "--module"), {"action": "store_true", "help": "SCRIPT is a module, as with `python -m`"}),
@@ -56,10 +58,10 @@ def run(argv: list[str]) -> int:
     from shoal.run import Keep, run_job
 
     resumed = _find_resumed(options) if options.resume is not None else None
-    job = _read_job(options, rest, resumed.facts.get("job", {}) if resumed else {})
+    job = read_job(options, rest, resumed.facts.get("job", {}) if resumed else {}, _count_slots(options.hosts))
     keep = Keep(
         dir=resumed.path if resumed else options.log_dir,
-        name=_check_name(options),
+        name=check_name(options),
         is_resumed=resumed is not None,
         command=("shoal", "run", *argv),
         send_to=tuple(dict.fromkeys(options.to or ())),
@@ -79,18 +81,24 @@ def run(argv: list[str]) -> int:
     return outcome.exit_code
 
 
+def _count_slots(hosts: str | None) -> int:
+    if hosts is None:
+        return 1
+    from shoal.engine.hosts import parse_hosts
+
+    return sum(host.num_slots for host in parse_hosts(hosts))
+
+
 def _run_parser() -> Parser:
     parser = Parser("run", "Start a script with several workers on this machine.", "[-n N] [OPTIONS] SCRIPT [ARGS]")
-    for flags, settings in _RUN_OPTIONS:
+    for flags, settings in RUN_OPTIONS:
         parser.add_argument(*flags, **settings)
     return parser
 
 
-def split_at_script(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_at_script(argv: Sequence[str], known: Options = RUN_OPTIONS) -> tuple[list[str], list[str]]:
     """Our own options, and the script with everything that is the script's. `--` may stand between them."""
-    with_value = {
-        flag for flags, settings in _RUN_OPTIONS if settings.get("action") != "store_true" for flag in flags
-    }
+    with_value = {flag for flags, settings in known if settings.get("action") != "store_true" for flag in flags}
     place = 0
     while place < len(argv) and argv[place].startswith("-") and argv[place] != "-":
         if argv[place] == "--":
@@ -99,88 +107,9 @@ def split_at_script(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(argv[:place]), list(argv[place:])
 
 
-_NOT_SUBMITTED = ("--engine", "--hosts", "--master", "--faults", "--quiet", "--json")
-"""Options of `shoal run` that make no sense where nobody watches, or are said otherwise."""
-
-
-def submit(argv: list[str]) -> int:
-    """`shoal submit`: hand a script to a cluster, where it goes on without us."""
-    parser = Parser("submit", "Hand a script to a Ray cluster and return.", "[-n N] [OPTIONS] SCRIPT [ARGS]")
-    for flags, settings in _RUN_OPTIONS:
-        if flags[-1] not in _NOT_SUBMITTED:
-            parser.add_argument(*flags, **settings)
-    parser.add_argument("-f", "--follow", action="store_true", help="show what it prints; Ctrl-C leaves it alone")
-    parser.add_argument("--json", action="store_true", help="as JSON")
-    parser.set_defaults(faults=None)
-    ours, rest = split_at_script(argv)
-    options = parser.parse_args(ours)
-    job = _read_job(options, rest, {})
-    from random import SystemRandom
-    from time import time
-
-    from shoal.cluster import submitted
-    from shoal.cluster.shipping import Submission, check_run_name, inside
-    from shoal.engine.entry import entry_of
-    from shoal.observe.folder import new_run_name
-    from shoal.run import check_options, command_facts
-
-    if job.num_workers is None:
-        raise UserError("-n auto measures on this machine alone.", hint="give -n a number")
-    if options.resume is not None and (options.log_dir or options.name):
-        raise UserError("--resume goes on in the folder of that run.", hint="leave --log-dir and --name out")
-    if options.log_dir is not None and not os.path.isabs(options.log_dir):
-        raise UserError(
-            f"--log-dir {options.log_dir!r} is not a path on the head of the cluster.",
-            why="the run goes on there, in a copy of this folder",
-            hint="begin it with `/`; a folder that all machines share is best",
-        )
-    entry_of(job)
-    check_options(job)
-    script = job.module or inside(job.script or "", job.working_dir)
-    folder_name = os.path.basename(os.path.normpath(options.log_dir)) if options.log_dir is not None else None
-    name = options.resume or _check_name(options) or folder_name or new_run_name(script, time(), SystemRandom())
-    submission = Submission(
-        name=check_run_name(name),
-        dir=options.log_dir,
-        run_args=_handed_on(options, script, job.args),
-        folder=job.working_dir,
-        num_workers=job.min_workers or job.num_workers,
-        options={key: value for key, value in job.options.items() if key.startswith("engine.")},
-        env=dict(job.env),
-        is_resumed=options.resume is not None,
-        command=" ".join(command_facts(("shoal", "submit", *argv), job.env)),
-        by=submitted.submitter(),
-    )
-    return submitted.submit(submission, options.address, as_json=options.json, follow=options.follow)
-
-
-def _handed_on(options: argparse.Namespace, script: str, args: Sequence[str]) -> list[str]:
-    """What `shoal run` on the head is told. Variables go another way, which is not shown to everybody."""
-    given = [
-        *(("-n", options.num_workers) if options.num_workers is not None else ()),
-        *(("--python", options.python) if options.python is not None else ()),
-        *(("--threads", options.threads) if options.threads is not None else ()),
-        *("--framework", options.framework),
-        *(part for text in options.option or () for part in ("-o", text)),
-        *(part for text in options.to or () for part in ("--to", text)),
-        *(("-m",) if options.module else ()),
-    ]
-    return [*given, "--", script, *args]
-
-
-def cancel(argv: list[str]) -> int:
-    """`shoal cancel`: end a run that was submitted."""
-    parser = Parser("cancel", "End a run that was submitted to a cluster.", "RUN [--address HOST:PORT] [--json]")
-    parser.add_argument("run", metavar="RUN")
-    add_address(parser)
-    parser.add_argument("--json", action="store_true", help="as JSON")
-    options = parser.parse_args(argv)
-    from shoal.cluster import submitted
-
-    return submitted.cancel(options.run, options.address, as_json=options.json)
-
-
-def _read_job(options: argparse.Namespace, rest: list[str], recorded: Mapping[str, Any]) -> "Job":
+def read_job(
+    options: argparse.Namespace, rest: list[str], recorded: Mapping[str, Any], default_workers: int = 1
+) -> "Job":
     """The job that was asked for; `recorded` is that of the run it goes on with."""
     from shoal.spec.job import Job
 
@@ -191,7 +120,7 @@ def _read_job(options: argparse.Namespace, rest: list[str], recorded: Mapping[st
     if not script and not module:
         raise UserError("No script was named.", hint="for example: `shoal run -n 2 train.py`")
     if options.num_workers is None:
-        least, most = recorded.get("min_workers"), recorded.get("num_workers", 1)
+        least, most = recorded.get("min_workers"), recorded.get("num_workers") or default_workers
     else:
         least, most = parse_range(options.num_workers)
     if least is not None and options.framework != "torch":
@@ -208,9 +137,9 @@ def _read_job(options: argparse.Namespace, rest: list[str], recorded: Mapping[st
         min_workers=least,
         threads_per_worker=None if options.threads is None else parse_count(options.threads, "--threads"),
         python=options.python,
-        env={**_read_faults(options.faults), **_parse_pairs(options.env, "--env")},
+        env={**_read_faults(options.faults), **parse_pairs(options.env, "--env")},
         framework=_check_framework(options.framework),
-        options={**recorded.get("options", {}), **_parse_pairs(options.option, "-o")},
+        options={**recorded.get("options", {}), **parse_pairs(options.option, "-o")},
         working_dir=_here() if rest else recorded.get("working_dir") or _here(),
     )
 
@@ -241,7 +170,7 @@ def _find_resumed(options: argparse.Namespace) -> "RunInfo":
     return find_run(shoal_home(), options.resume)
 
 
-def _check_name(options: argparse.Namespace) -> str | None:
+def check_name(options: argparse.Namespace) -> str | None:
     name: str | None = options.name
     if name is not None and options.log_dir is not None:
         raise UserError(
@@ -287,7 +216,7 @@ def parse_workers(text: str) -> int | None:
     return None if text == "auto" else parse_count(text, "-n", " or `auto`")
 
 
-def _parse_pairs(texts: Sequence[str] | None, flag: str) -> dict[str, str]:
+def parse_pairs(texts: Sequence[str] | None, flag: str) -> dict[str, str]:
     pairs = {}
     for text in texts or ():
         name, has_value, value = text.partition("=")

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from shoal.engine import cgroups
 from shoal.spec.errors import UserError
 from shoal.testing import rigs
-from shoal.testing.rigs import cgroups, leftovers, machine
+from shoal.testing.rigs import leftovers, machine
 
 SECOND = "35 24 0:30 / {root} rw shared:9 - cgroup2 cgroup2 rw\n"
 FIRST = "36 24 0:31 / {root} rw shared:9 - cgroup cgroup rw,memory\n"

@@ -78,6 +78,7 @@ class PolluxWork:
     observations: dict[tuple[int, int, int], Observation] = field(default_factory=dict)
     throughput: Throughput | None = None
     _rate: Rate | None = None
+    _learned: LearnedRate | None = None
     _chosen: dict[tuple[int, int], tuple[int, int, float]] = field(default_factory=dict)
     _base: Queued | None = None
 
@@ -132,7 +133,11 @@ class PolluxWork:
 
     def rate(self) -> Rate | None:
         if self._rate is None and self.throughput is not None and self.noise > 0:
-            learned = LearnedRate(throughput=self.throughput, batching=self._batching())
+            if self._learned is None:
+                self._learned = LearnedRate(
+                    throughput=self.throughput, batching=self._batching(), most_workers=self.most_workers
+                )
+            learned = self._learned = self._learned.with_noise(self.noise).ready(KIND)
             single = self.application.initial_batch / self._choose(1, 1)[2]
             self._rate = SingleRate(learned, single)
         return self._rate
@@ -245,7 +250,7 @@ class PolluxWork:
     def _refit(self) -> None:
         known = self.past.beliefs.get(self.application.name) if self.past is not None else None
         self.throughput = fit(list(self.observations.values()), known, kinds=(KIND,))
-        self._rate, self._chosen = None, {}
+        self._rate, self._learned, self._chosen = None, None, {}
 
     def _teach(self) -> None:
         if self.past is None:

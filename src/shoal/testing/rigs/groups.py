@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from shoal.engine import cgroups
 from shoal.spec.errors import UserError
-from shoal.testing.rigs import cgroups, leftovers
+from shoal.testing.rigs import leftovers
 from shoal.testing.rigs.machine import RigMissing, require
 
 _PERIOD_MICROSECONDS = 20_000

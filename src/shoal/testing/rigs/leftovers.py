@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from shoal.engine import cgroups
 from shoal.spec.fault import RIG
-from shoal.testing.rigs import cgroups
 
 NAMESPACES = Path("/run/netns")
 _counter = itertools.count()

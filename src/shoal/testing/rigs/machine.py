@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from shoal.engine import cgroups
 from shoal.spec.errors import UserError
-from shoal.testing.rigs import cgroups
 
 LACKS = "this machine lacks"
 """How the reasons of tests begin that are skipped for want of something."""

@@ -14,6 +14,7 @@ from shoal.spec.spans import timed
 from shoal.train import tree
 from shoal.train.divergence import Diverged, checksum_of, part_of
 from shoal.train.gradients import Gradients
+from shoal.train.noise import Parts, is_due, parts_of, square_of_all
 from shoal.train.replica import own_replica
 from shoal.train.summing import StepSum, square_of
 from shoal.train.sync.across import Across
@@ -88,9 +89,14 @@ class MessageSync:
         self._assignment = assignment
         self._sent = []
         self._table.clear()
-        self.gradients.begin(num_shards, assignment[self._group.rank])
+        # Parts of a model each have some of the gradient only.
+        self._looks = is_due(self._turn) and self._across is None
+        self._parts: Parts | None = None
+        self._sent_square = 0.0
+        self.gradients.begin(num_shards, assignment[self._group.rank], looks=self._looks and self._group.size == 1)
 
     def post(self, rows: Sequence[Row], mine: range, standing: Standing) -> None:
+        self._rows = rows
         self._table.write(rows, mine, self._group.rank, standing)
         self._reach("posted")
 
@@ -98,6 +104,8 @@ class MessageSync:
         """Send every bucket that is now final."""
         for stop in self._stops[len(self._sent) : bisect_right(self._stops, num_elements)]:
             start = self._stops[len(self._sent) - 1] if self._sent else 0
+            if self._looks:  # from here on it is the sum of all
+                self._sent_square += square_of_all(self._slots[0][start:stop])
             self._sent.append(self._group.all_reduce(self._slots[0][start:stop]))
 
     def finish(self) -> Outcome:
@@ -108,6 +116,8 @@ class MessageSync:
             if not self._exact:
                 self._send(self._total)
         assert self._table.values is not None, "every worker has a shard in the first step"
+        if self._looks:
+            self._tell_parts()
         self._table.arrive(self._group.rank, self._arrivals.arrive(started))
         work = self._group.all_reduce(self._table.values)
         if self._exact:
@@ -122,6 +132,13 @@ class MessageSync:
         self._reach("updated")
         communicate = time.perf_counter() - started - wait
         return replace(outcome, communicate=communicate, wait=wait, waited_for=last)
+
+    def _tell_parts(self) -> None:
+        def square(slot: int) -> float:
+            return square_of_all(self._slots[slot]) if self._exact else self._sent_square
+
+        self._parts = parts_of(self.gradients.nodes, self._rows, square, self.gradients.first_square)
+        self._table.tell_parts(self._group.rank, self._parts)
 
     @timed("judge", "agree")
     def _judge(self) -> Outcome | NotFinite:
@@ -142,7 +159,8 @@ class MessageSync:
         except NotFinite as error:
             self._compare_all()
             return error
-        return Outcome(totals=totals, norm=norm, communicate=0.0, wait=0.0, waited_for=None)
+        noise = None if self._parts is None else self._table.noise(self._num_shards, norm, self._parts)
+        return Outcome(totals=totals, norm=norm, communicate=0.0, wait=0.0, waited_for=None, noise=noise)
 
     def _compare_all(self) -> None:
         """Raise Diverged if copies differ anywhere: one whose parameters are wrong may have made a step no number."""

@@ -2,7 +2,7 @@
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from shoal.spec.spans import SPANS, timed
 from shoal.train import tree
 from shoal.train.flat import CHUNK, Chunk, FlatLayout
 from shoal.train.gradients import Gradients
+from shoal.train.noise import Parts, first_of, is_due
 from shoal.train.replica import Replica
 from shoal.train.summing import StepSum, square_of
 from shoal.train.sync.shared_step import SharedStep
@@ -108,10 +109,12 @@ class SharedMemorySync:
     def begin(self, num_shards: int, assignment: Sequence[range]) -> None:
         self._announced = 0
         self._addition = StepSum(assignment, num_shards, exact=self._exact)
-        self.gradients.begin(num_shards, assignment[self._group.rank])
         self._step.begin(num_shards)
+        self._looks = is_due(self._step.turn)
+        self.gradients.begin(num_shards, assignment[self._group.rank], looks=self._looks and self._group.size == 1)
 
     def post(self, rows: Sequence[Row], mine: range, standing: Standing) -> None:
+        self._rows = rows
         self._step.post(rows, mine, standing)
 
     def _announce(self, num_elements: int) -> None:
@@ -140,6 +143,10 @@ class SharedMemorySync:
         """Add up everybody's gradients of the owned chunks and divide by the weight of the batch."""
         base = self._step.turn * (len(self._stops) + 1)
         ready = 0
+        # Of each part of the batch, the squares of our slice of its gradient.
+        looked: dict[tree.Source, list[torch.Tensor]] = (
+            {source: [] for source in self._addition.shards} if self._looks else {}
+        )
         squares = self._step.squares[self._first :]
         for index, out in enumerate(self.replica.gradients):
             if self._first + index >= ready:
@@ -148,6 +155,19 @@ class SharedMemorySync:
             self._addition.into(out, lambda source: self._sources[source][index], self._registers)  # noqa: B023
             out.mul_(scale)
             squares[index] = square_of(out)
+            for source, found in looked.items():  # while it is in cache
+                found.append(square_of(self._sources[source][index]))
+        if self._looks:
+            self._step.parts = self._parts(looked)
+
+    def _parts(self, looked: Mapping[tree.Source, Sequence[torch.Tensor]]) -> Parts:
+        ratio, count = 0.0, 0
+        for source, squares in looked.items():
+            weight = self._step.weight_of(self._addition.shards[source])
+            if weight > 0:
+                count += source[0] == self._group.rank
+                ratio += float(torch.stack(list(squares)).double().sum()) / weight if squares else 0.0
+        return Parts(ratio, count, first_of(self._rows, self.gradients.first_square))
 
     def recall(self, chunk: Chunk, scale: float, out: torch.Tensor) -> None:
         """The same for any chunk, while nobody writes."""

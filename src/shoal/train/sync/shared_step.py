@@ -11,9 +11,10 @@ import torch
 from shoal.comm.shm import ShmGroup
 from shoal.elastic.commit import is_committed
 from shoal.train.flat import Chunk
+from shoal.train.noise import Parts
 from shoal.train.replica import Replica
 from shoal.train.sync.stopwatch import Stopwatch
-from shoal.train.sync.sync import Outcome, Row, Standing, Totals
+from shoal.train.sync.sync import Noise, Outcome, Row, Standing, Totals
 from shoal.train.sync.table import NotFinite, StepTable, checked_norm, look
 from shoal.train.undo import Undo
 
@@ -48,6 +49,7 @@ class SharedStep:
     `channel` is the first of three: rows posted, sums made, parameters updated. A step counts exactly if everybody
     has made its sums, because then all that the update needs is in shared memory. In an elastic run survivors
     complete from there what a dead worker has not done. `squares` has the sum of squares of every chunk's gradient.
+    In steps in which all look at the noise of their gradients, whoever sums leaves what it found in `parts`.
     """
 
     def __init__(
@@ -73,6 +75,8 @@ class SharedStep:
         self._is_open = self._is_updated = False
         self._totals: Totals | None = None
         self._norm: float | None = None
+        self._noise: Noise | None = None
+        self.parts: Parts | None = None
         self._initial: torch.Tensor | None = None
         self._undos: list[Undo] = []
 
@@ -80,7 +84,7 @@ class SharedStep:
         self.turn += 1
         self.watch.start()
         self._num_shards = num_shards
-        self._totals = self._norm = None
+        self._totals = self._norm = self._noise = self.parts = None
         self._is_open, self._is_updated = True, False
         if self._is_elastic and not self._undos:
             self._prepare_undo()
@@ -140,10 +144,18 @@ class SharedStep:
         self.watch.wait(self._posted, self.turn)
         self._totals = look(self._group, self._table.read, self._num_shards)
         self._sums.add_up(1.0 / self._totals.weight)
+        if self.parts is not None:
+            self._table.tell_parts(self._group.rank, self.parts)
         self._group.signal(self._summed, self.turn)
         self._reach("summed")
         self.watch.wait(self._summed, self.turn)
         self._norm = look(self._group, self._find_norm)
+        if self.parts is not None:
+            self._noise = self._table.noise(self._num_shards, self._norm, self.parts)
+
+    def weight_of(self, shards: range) -> float:
+        """What these shards weigh. Everybody has posted."""
+        return self._table.weight_of(shards)
 
     def _find_norm(self) -> float:
         return checked_norm(self.squares.tolist(), self._sums.find_not_finite, self._sums.find_shards)
@@ -175,6 +187,7 @@ class SharedStep:
             communicate=communicate,
             wait=self.watch.seconds,
             waited_for=waited_for,
+            noise=self._noise,
         )
 
     # When a member is lost.

@@ -58,14 +58,29 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Noise:
+    """How noisy gradients are: estimates of |G|^2 and of the trace of a sample's covariance.
+
+    Neither is biased, so either may come out below 0. Their ratio is the gradient noise scale, in samples.
+    """
+
+    signal: float
+    variance: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What all workers know after a step. `norm` is the gradient's, before clipping. Durations are seconds."""
+    """What all workers know after a step. `norm` is the gradient's, before clipping. Durations are seconds.
+
+    `noise` is looked at in some steps only.
+    """
 
     totals: Totals
     norm: float
     communicate: float
     wait: float
     waited_for: int | None
+    noise: Noise | None = None
 
 
 class Collector(Protocol):

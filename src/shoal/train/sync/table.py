@@ -11,13 +11,14 @@ from shoal.comm.group import Group
 from shoal.spec.errors import BugError, UserError
 from shoal.train.divergence import Diverged
 from shoal.train.flat import FlatLayout, shorten
-from shoal.train.sync.sync import Row, Standing, Totals
+from shoal.train.noise import Parts, estimate
+from shoal.train.sync.sync import Noise, Row, Standing, Totals
 
 T = TypeVar("T")
 
-WEIGHT, LOSS, SAMPLES, BUFFERS = 0, 1, 2, 6
+WEIGHT, LOSS, SAMPLES, BUFFERS = 0, 1, 2, 8
 """Columns of a shard's row."""
-SPEED, WISH, STEP, CHECKSUM, DOUBT, OWN = range(6)
+SPEED, WISH, STEP, CHECKSUM, DOUBT, OWN, RATIO, PARTS = range(8)
 """Columns of a rank's row."""
 LOST, DIFFERENT = 1, 2
 """What may be in doubt in another part of the model: a loss is no number, or copies are not equal."""
@@ -65,6 +66,26 @@ class StepTable:
     def arrivals(self) -> list[float]:
         """What each rank told of that."""
         return [float(seconds) for seconds in self._rows()[self._num_shards :, OWN]]
+
+    def weight_of(self, shards: range) -> float:
+        return math.fsum(self._rows()[shards.start : shards.stop, WEIGHT])
+
+    def tell_parts(self, rank: int, parts: Parts) -> None:
+        """What this rank knows of the noise of its gradients, in a step in which all tell."""
+        self._rows()[self._num_shards + rank, [RATIO, PARTS]] = parts.ratio, parts.count
+
+    def noise(self, num_shards: int, norm: float, own: Parts) -> Noise | None:
+        """What all told of it, beside the `norm` of the whole gradient."""
+        table = self._rows()
+        rows, ranks = table[:num_shards], table[self._num_shards :]
+        return estimate(
+            math.fsum(ranks[:, RATIO]),
+            int(ranks[:, PARTS].sum()),
+            own.first,
+            square=norm**2,
+            weight=math.fsum(rows[:, WEIGHT]),
+            num_samples=float(rows[:, SAMPLES].sum()),
+        )
 
     def clear(self) -> None:
         """Empty all rows, for tables that are added up rather than shared."""

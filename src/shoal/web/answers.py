@@ -1,4 +1,4 @@
-"""JSON in, JSON out: how the page is answered, and how it is told what it asked wrongly."""
+"""JSON in, JSON out: how those who ask are answered, and how they are told what they asked wrongly."""
 
 import gzip
 from collections.abc import Mapping
@@ -31,13 +31,13 @@ def answer_error(request: Request, error: UserError, status: int = 400) -> Respo
     return answer(request, {"error": {"message": error.message, "why": error.why, "hint": error.hint}}, status)
 
 
-async def read_body(request: Request) -> dict[str, Any]:
-    """A small JSON object."""
+async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> dict[str, Any]:
+    """A JSON object that is not too large."""
     data = b""
     async for part in request.stream():
         data += part
-        if len(data) > MAX_BODY_BYTES:
-            raise UserError("The request is too long.", why=f"more than {MAX_BODY_BYTES} bytes")
+        if len(data) > max_bytes:
+            raise UserError("The request is too long.", why=f"more than {max_bytes} bytes")
     try:
         value = msgspec.json.decode(data or b"{}")
     except (msgspec.MsgspecError, RecursionError):

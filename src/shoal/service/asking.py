@@ -1,0 +1,256 @@
+"""What may be submitted: plain values from a request, a file or a command become `Asked`, or are refused. Pure."""
+
+import math
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shoal.engine.fit import parse_bytes
+from shoal.observe.clean import clean
+from shoal.place.cluster import CLASSES
+from shoal.service.job import Asked, parse_number
+from shoal.service.settings import parse_duration
+from shoal.spec.errors import UserError
+from shoal.verb_parser import unknown
+
+MAX_JOBS = 10_000
+MAX_TEXT = 200
+MAX_ARGS = 1000
+MAX_ARG_BYTES = 128 << 10
+MAX_WORKERS = 100_000
+MAX_PRIORITY = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """Jobs that are submitted together, all or none. `links` says which of them wait for which others of them."""
+
+    jobs: tuple[Asked, ...]
+    links: tuple[tuple[int, ...], ...]
+    is_held: bool = False
+
+
+def read_submission(body: Mapping[str, Any]) -> Submission:
+    """The body of a request: `{"jobs": [{...}, ...], "held": false}`."""
+    _check_known(body, ("jobs", "held"), "field")
+    rows = body.get("jobs")
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise UserError("There is no job in the request.", hint='it has a list of them under "jobs"')
+    asked: list[Asked] = []
+    after: list[Sequence[Any]] = []
+    for row in rows:
+        count = _whole(row, "array", None, 1, MAX_JOBS)
+        one = read_asked(row)
+        if len(asked) + (count or 1) > MAX_JOBS:
+            raise UserError(f"More than {MAX_JOBS} jobs at once.", hint="submit them in several parts")
+        asked += [one] if count is None else [replace(one, index=index) for index in range(count)]
+        after += [_list(row, "after")] * (count or 1)
+    held = body.get("held", False)
+    if not isinstance(held, bool):
+        raise UserError('"held" is to be true or false.')
+    return link(asked, after, is_held=held)
+
+
+def link(asked: Sequence[Asked], after: Sequence[Sequence[Any]], *, is_held: bool = False) -> Submission:
+    """Tell numbers of jobs that are there from names of jobs that come with them; a circle is an error."""
+    names: dict[str, list[int]] = {}
+    for place, one in enumerate(asked):
+        names.setdefault(one.name, []).append(place)
+    links: list[tuple[int, ...]] = []
+    known: list[Asked] = []
+    for one, words in zip(asked, after, strict=True):
+        inside: list[int] = []
+        outside: list[int] = []
+        for word in words:
+            if isinstance(word, str) and word in names:
+                inside += names[word]
+            else:
+                outside.append(_job_number(word, names))
+        known.append(replace(one, after=tuple(dict.fromkeys(outside))))
+        links.append(tuple(dict.fromkeys(inside)))
+    circle = find_circle(links)
+    if circle:
+        told = " after ".join(repr(clean(asked[place].name)) for place in circle)
+        raise UserError("These jobs wait for each other, so none could ever start.", why=f"{told}")
+    return Submission(jobs=tuple(known), links=tuple(links), is_held=is_held)
+
+
+def find_circle(links: Sequence[Sequence[int]]) -> list[int]:
+    """Jobs that wait for each other in a circle, the first one again at the end; empty where there is none."""
+    state = [0] * len(links)
+    for root in range(len(links)):
+        path: list[tuple[int, int]] = [(root, 0)] if state[root] == 0 else []
+        while path:
+            place, at = path[-1]
+            state[place] = 1
+            if at == len(links[place]):
+                state[place] = 2
+                path.pop()
+                continue
+            path[-1] = (place, at + 1)
+            then = links[place][at]
+            if state[then] == 1:
+                walked = [one for one, _ in path]
+                return [*walked[walked.index(then) :], then]
+            if state[then] == 0:
+                path.append((then, 0))
+    return []
+
+
+def _job_number(word: Any, names: Mapping[str, Any]) -> int:
+    if isinstance(word, int) and not isinstance(word, bool) and 0 < word < 10**15:
+        return word
+    try:
+        return parse_number(str(word))
+    except UserError:
+        raise unknown(
+            str(word)[:60], "job", names, "give the number of a job, or the name of one in this file"
+        ) from None
+
+
+_FIELDS = ("args", "name", "dir", "env", "workers", "class", "priority", "partition", "account", "cores", "memory")
+_MORE = ("gpus", "kinds", "time", "after", "array", "preemptible")
+
+
+def read_asked(row: Mapping[str, Any]) -> Asked:
+    """One job as people write it: `workers = "1:8"`, `memory = "4G"`, `time = "2h"`."""
+    _check_known(row, (*_FIELDS, *_MORE), "field of a job")
+    args = tuple(_texts(row, "args", MAX_ARGS, MAX_ARG_BYTES))
+    if not args:
+        raise UserError("No script was named.", hint="args has the script and its arguments")
+    folder = _text(row, "dir", "", 4096)
+    if not os.path.isabs(folder) or "\0" in folder:
+        raise UserError(
+            f"dir {clean(folder)[:60]!r} is not a folder of the machine with the service.", hint="begin it with `/`"
+        )
+    least, most = parse_workers(row.get("workers", 1))
+    job_class = _text(row, "class", "training")
+    if job_class not in CLASSES:
+        raise unknown(job_class[:60], "class", CLASSES, f"use one of: {', '.join(CLASSES)}")
+    return Asked(
+        run_args=args,
+        name=check_name(_text(row, "name", "") or default_name(args)),
+        working_dir=folder,
+        env=_env(row),
+        min_workers=least or most,
+        max_workers=most,
+        is_elastic=least is not None,
+        job_class=job_class,
+        priority=_whole(row, "priority", 0, -MAX_PRIORITY, MAX_PRIORITY) or 0,
+        partition=_text(row, "partition", "default"),
+        account=_text(row, "account", ""),
+        cores=_number(row, "cores", 1.0, 100_000.0),
+        memory_bytes=_memory(row),
+        gpus=_number(row, "gpus", 0.0, 100_000.0),
+        kinds=tuple(_texts(row, "kinds", 20, MAX_TEXT)),
+        time_limit_seconds=_time(row),
+        is_preemptible=bool(row.get("preemptible", True)),
+    )
+
+
+def default_name(args: Sequence[str]) -> str:
+    """What a job is called that nobody named: its script."""
+    script = next((arg for arg in args if not arg.startswith("-")), args[0])
+    if "--" in args and args[-1] != "--":
+        script = args[list(args).index("--") + 1]
+    return clean(os.path.basename(script).removesuffix(".py"))[:60] or "job"
+
+
+def check_name(name: str) -> str:
+    if not name.isprintable() or not name.strip() or name != name.strip() or name.isdecimal():
+        raise UserError(f"{clean(name)[:60]!r} cannot be the name of a job.", hint="use letters, digits and dashes")
+    return name
+
+
+def parse_workers(value: Any) -> tuple[int | None, int]:
+    """`4` is (None, 4), `"1:8"` is (1, 8)."""
+    text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else ""
+    parts = text.split(":")
+    if len(parts) > 2 or not all(part.isascii() and part.isdecimal() and len(part) <= 6 for part in parts):
+        raise UserError(f"{str(value)[:40]!r} is not a number of workers.", hint='for example: 4, or "1:8"')
+    numbers = [int(part) for part in parts]
+    least, most = numbers[0], numbers[-1]
+    if not 1 <= least <= most <= MAX_WORKERS:
+        raise UserError(f"{text!r} is not a number of workers.", why=f"it may be 1 to {MAX_WORKERS}, the least first")
+    return (least if len(parts) == 2 else None), most
+
+
+def check_partition(asked: Asked, names: Collection[str]) -> None:
+    if asked.partition not in names:
+        raise unknown(asked.partition[:60], "partition", names, f"there are: {', '.join(sorted(names))}")
+
+
+def _memory(row: Mapping[str, Any]) -> int:
+    value = row.get("memory", 0)
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 60:
+        return value
+    size = parse_bytes(value[:40]) if isinstance(value, str) else -1
+    if not 0 <= size < 1 << 60:
+        raise UserError(f"memory {str(value)[:40]!r} is not a size.", hint='for example: "4G"')
+    return size
+
+
+def _time(row: Mapping[str, Any]) -> float | None:
+    value = row.get("time")
+    return None if value is None else parse_duration(str(value)[:40], "a time limit")
+
+
+def _env(row: Mapping[str, Any]) -> dict[str, str]:
+    env = row.get("env", {})
+    if not isinstance(env, dict) or len(env) > MAX_ARGS:
+        raise UserError("env is to be a table of texts.")
+    for name, value in env.items():
+        is_text = isinstance(name, str) and isinstance(value, str)
+        if not is_text or not name or "=" in name or "\0" in name + value or len(name) + len(value) > MAX_ARG_BYTES:
+            raise UserError(
+                f"The variable {clean(str(name))[:60]!r} cannot be set.", why="it is no text, or too long"
+            )
+    return dict(env)
+
+
+def _text(row: Mapping[str, Any], name: str, default: str, most: int = MAX_TEXT) -> str:
+    value = row.get(name, default)
+    if not isinstance(value, str) or len(value) > most:
+        why = f"it has {len(value)} characters, and may have {most}" if isinstance(value, str) else "it is not a text"
+        raise UserError(f"{name} {clean(str(value)[:40])!r} cannot be used.", why=why)
+    return value
+
+
+def _list(row: Mapping[str, Any], name: str) -> list[Any]:
+    value = row.get(name, [])
+    if not isinstance(value, list) or len(value) > MAX_ARGS:
+        raise UserError(f"{name} is to be a list.", why=f"of at most {MAX_ARGS}")
+    return value
+
+
+def _texts(row: Mapping[str, Any], name: str, most: int, most_bytes: int) -> list[str]:
+    values = _list(row, name)
+    if not all(isinstance(value, str) and "\0" not in value for value in values):
+        raise UserError(f"{name} is to be a list of texts.")
+    if len(values) > most or sum(map(len, values)) > most_bytes:
+        raise UserError(f"{name} is too long.", why=f"at most {most} texts, together {most_bytes} characters")
+    return values
+
+
+def _whole(row: Mapping[str, Any], name: str, default: int | None, least: int, most: int) -> int | None:
+    value = row.get(name, default)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise UserError(f"{name} is {str(value)[:40]!r}.", why=f"it may be a whole number from {least} to {most}")
+    return value
+
+
+def _number(row: Mapping[str, Any], name: str, default: float, most: float) -> float:
+    value = row.get(name, default)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not 0 <= value <= most:
+        raise UserError(f"{name} is {str(value)[:40]!r}.", why=f"it may be a number from 0 to {most:g}")
+    return float(value)
+
+
+def _check_known(row: Mapping[str, Any], known: Sequence[str], what: str) -> None:
+    for name in row:
+        if name not in known:
+            raise unknown(str(name)[:60], what, known, f"there are: {', '.join(known)}")

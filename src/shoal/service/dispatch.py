@@ -1,0 +1,300 @@
+"""What starts, resizes and stops jobs: looks at attempts, asks the policy, writes it down, and only then does it."""
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from shoal.place.cluster import Node
+from shoal.service import acts, transitions
+from shoal.service.briefing import orders_for
+from shoal.service.deciding import Todo, can_do, cluster_of, hopeless, over_bounds, usage_of
+from shoal.service.job import STARTING, STOPPING, WAITING, Job
+from shoal.service.machines import Machines
+from shoal.service.places import JOBS
+from shoal.service.reclaim import reclaim
+from shoal.service.settings import FILE, read_settings
+from shoal.service.state import Shared
+from shoal.service.telling import decay
+from shoal.service.writer import Change
+from shoal.spec.errors import ShoalError
+
+LOOK_SECONDS = 0.5
+DECIDE_SECONDS = 2.0
+ACCRUE_SECONDS = 30.0
+FORGET_SECONDS = 3600.0
+START_SECONDS = 5.0
+"""How long a keeper that was started may take until it holds its lock."""
+
+SHARE_OF_TIME = 0.25
+"""The part of the time that deciding may take: with a hundred thousand jobs, decisions come less often."""
+
+
+class Keeper(Protocol):
+    """Who runs attempts: the functions of `service/attempts.py`."""
+
+    def start(self, jobs_folder: str, orders: Any) -> None: ...
+    def look(self, jobs_folder: str, job: str, token: int) -> Any: ...
+    def stop(self, jobs_folder: str, job: str, token: int, why: str) -> None: ...
+    def resize(self, jobs_folder: str, job: str, token: int, num_workers: int) -> None: ...
+    def here(self) -> Node: ...
+
+
+class Dispatcher:
+    """One thread. Whatever it has written down and not done when the service is killed is done after the restart."""
+
+    def __init__(self, shared: Shared, keeper: Keeper) -> None:
+        self._shared = shared
+        self._keeper = keeper
+        self._folder = os.path.join(shared.folder, JOBS)
+        os.makedirs(self._folder, mode=0o700, exist_ok=True)
+        self._machines = Machines(keeper.here)
+        self._told: dict[tuple[int, int], tuple[str, int]] = {}
+        self._started: dict[tuple[int, int], float] = {}
+        self._changes_seen = -1
+        self._decide_at = 0.0
+        self._accrue_at = 0.0
+        self._forget_at = 0.0
+        self._settings_stamp: object = None
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name="shoal-dispatcher", daemon=True)
+
+    def start(self) -> None:
+        self._shared.machines = self._machines.now()
+        self._thread.start()
+
+    def close(self) -> None:
+        """End; jobs go on."""
+        self._is_over = True
+        self._shared.woken.set()
+        self._thread.join(timeout=30.0)
+
+    def _run(self) -> None:
+        while not self._is_over:
+            try:
+                self.turn()
+            except Exception as error:  # whatever it is, the others' jobs must go on
+                traceback.print_exc(file=sys.stderr)
+                self._problem("dispatcher", f"{type(error).__name__}: {error}")
+                time.sleep(LOOK_SECONDS)
+            else:
+                self._problem("dispatcher", "")
+            self._shared.woken.wait(LOOK_SECONDS)
+            self._shared.woken.clear()
+
+    def turn(self) -> None:
+        """Look at everything once, and decide where something has changed."""
+        self._read_settings()
+        self._shared.machines = self._machines.now()
+        self._problem("nodes", self._machines.problem)
+        self._look()
+        now = time.monotonic()
+        known = self._shared.known
+        if (
+            known.num_changes != self._changes_seen and now >= self._decide_at
+        ) or now >= self._decide_at + DECIDE_SECONDS:
+            self._changes_seen = known.num_changes
+            self._decide()
+            took = time.monotonic() - now
+            self._shared.decided_seconds = took
+            self._decide_at = time.monotonic() + took / SHARE_OF_TIME
+        if now >= self._accrue_at:
+            self._accrue_at = now + ACCRUE_SECONDS
+            self._accrue()
+        if now >= self._forget_at:
+            self._forget_at = now + FORGET_SECONDS
+            self._shared.writer.do(acts.forget_keys).result()
+
+    # --- attempts
+
+    def _look(self) -> None:
+        """See what became of attempts, tell keepers what they do not know yet, and write down what changed."""
+        seen: dict[int, Any] = {}
+        for job in [job for job in self._shared.known.jobs.values() if job.is_active]:
+            found = self._keeper.look(self._folder, str(job.number), job.token)
+            if job.state == STARTING and _never_began(found) and self._is_due(job):
+                self._start(job)
+                found = self._keeper.look(self._folder, str(job.number), job.token)
+            elif found.state in ("starting", "running"):
+                self._tell(job, found)
+            seen[job.number] = found
+            if transitions.see(job, found, 0.0, 0.0) is not job:
+                self._write(
+                    job.number,
+                    lambda change, job, found=found: transitions.see(  # type: ignore[misc]
+                        job, found, change.now, change.wall
+                    ),
+                    job.token,
+                )
+        self._shared.seen = seen
+        active = {(job.number, job.token) for job in self._shared.known.jobs.values() if job.is_active}
+        self._told = {key: told for key, told in self._told.items() if key in active}
+        self._started = {key: at for key, at in self._started.items() if key in active}
+
+    def _is_due(self, job: Job) -> bool:
+        """Whether to start it again: a keeper takes a moment until it is seen."""
+        return time.monotonic() >= self._started.get((job.number, job.token), -START_SECONDS) + START_SECONDS
+
+    def _start(self, job: Job) -> None:
+        """Start what was written down. The same token twice is one attempt, so this may be done again."""
+        self._started[job.number, job.token] = time.monotonic()
+        try:
+            self._keeper.start(self._folder, orders_for(job, self._shared.settings, self._machines.engine))
+        except ShoalError as error:
+            told = f"{error.message} {error.why}".strip()
+            self._write(
+                job.number,
+                lambda change, job: transitions.fail_to_start(job, told, change.now, change.wall),
+                job.token,
+            )
+
+    def _tell(self, job: Job, seen: Any) -> None:
+        """Pass on a wish or a size. Keepers take the same twice, and after a restart they get it again."""
+        key, wanted = (job.number, job.token), (job.wish, job.num_wanted)
+        if self._told.get(key) == wanted:
+            return
+        if job.state == STOPPING:
+            self._keeper.stop(self._folder, str(job.number), job.token, job.wish or "cancel")
+        elif (
+            job.asked.is_elastic and seen.state == "running" and (key in self._told or seen.num_workers != wanted[1])
+        ):
+            self._keeper.resize(self._folder, str(job.number), job.token, job.num_wanted)
+        elif seen.state != "running":
+            return
+        self._told[key] = wanted
+
+    def _write(self, number: int, move: Callable[[Change, Job], Job], token: int | None = None) -> None:
+        """Change one job, as it is by then; with a token, only while that attempt is its newest."""
+
+        def change(change: Change) -> None:
+            job = change.job(number)
+            if token is None or job.token == token:
+                after = move(change, job)
+                change.put(after)
+                _use(change, job, after, self._shared.settings.usage_half_life_seconds)
+                if after.is_over and not job.is_over:
+                    change.note("service", after.state, str(number), cause=after.cause, message=after.message[:200])
+
+        self._shared.writer.do(change).result()
+
+    def _accrue(self) -> None:
+        for job in [job for job in self._shared.known.jobs.values() if job.is_active]:
+            self._write(job.number, lambda change, job: transitions.accrue(job, change.now), job.token)
+
+    # --- decisions
+
+    def _decide(self) -> None:
+        from shoal.place.policies import POLICIES
+
+        shared, now = self._shared, self._shared.store.clock.now()
+        jobs = dict(shared.known.jobs)
+        states = self._states(jobs)
+        for number, first, what in hopeless(jobs.values(), states):
+            self._write(
+                number,
+                lambda change, job, first=first, what=what: transitions.give_up(  # type: ignore[misc]
+                    job, first, what, change.now, change.wall
+                ),
+            )
+        nodes, settings = shared.nodes, shared.settings
+        usage = usage_of(shared.reader.usage(), now, settings.usage_half_life_seconds)
+        people = shared.known.people
+        cluster = cluster_of(jobs.values(), nodes, settings, people, usage, self._machines.links, states, now)
+        decisions = [*over_bounds(jobs.values()), *POLICIES[settings.policy](cluster)]
+        peaks = {number: peak for number, each in shared.seen.items() if (peak := _peak(each)) is not None}
+        decisions += reclaim(decisions, jobs, nodes, peaks, now)
+        todo, waits = can_do(decisions, jobs, nodes, people)
+        shared.waits = waits
+        for each in todo:
+            self._do(each)
+
+    def _states(self, jobs: Mapping[int, Job]) -> dict[int, str]:
+        """The states of jobs that others wait for, over or not."""
+        found: dict[int, str] = {}
+        for job in jobs.values():
+            for number in job.asked.after if job.state == WAITING else ():
+                if number not in found:
+                    other = jobs.get(number) or self._shared.reader.job(number)
+                    found[number] = other.state if other is not None else "cancelled"
+        return found
+
+    def _do(self, todo: Todo) -> None:
+        """Write a decision down, if the job is still what it was; then do it."""
+        job = self._shared.known.jobs.get(todo.number)
+        if job is None:
+            return
+        if not todo.allocation:
+            self._write(job.number, lambda change, job: transitions.stop(job, "preempt", todo.why, change.now))
+        elif job.is_active:
+            self._write(
+                job.number,
+                lambda change, job: (
+                    transitions.change_size(job, todo.allocation, todo.devices, change.now) if not job.wish else job
+                ),
+                job.token,
+            )
+        else:
+            self._write(
+                job.number,
+                lambda change, job: (
+                    transitions.start(job, todo.allocation, todo.devices, change.now)
+                    if job.state == WAITING and not job.is_held
+                    else job
+                ),
+                job.token,
+            )
+            started = self._shared.known.jobs.get(todo.number)
+            if started is not None and started.state == STARTING:
+                self._start(started)
+
+    # --- settings
+
+    def _read_settings(self) -> None:
+        """Take over what was changed in the file; what cannot be read changes nothing and is told."""
+        try:
+            stat = os.stat(os.path.join(self._shared.home, FILE))
+            stamp: object = stat.st_mtime_ns, stat.st_size
+        except OSError:
+            stamp = None
+        if stamp == self._settings_stamp:
+            return
+        self._settings_stamp = stamp
+        from shoal.place.policies import POLICIES
+
+        try:
+            self._shared.settings = read_settings(self._shared.home, lambda: POLICIES)
+            self._problem("settings", "")
+        except ShoalError as error:
+            self._problem("settings", f"{error.message} {error.where} {error.why}".strip())
+
+    def _problem(self, about: str, text: str) -> None:
+        rest = {name: told for name, told in self._shared.problems.items() if name != about}
+        self._shared.problems = {**rest, about: text} if text else rest
+
+
+def _never_began(seen: Any) -> bool:
+    return bool(seen.state == "absent" or (seen.state == "starting" and not seen.is_alive))
+
+
+def _peak(seen: Any) -> int | None:
+    peak = getattr(seen, "peak_memory_bytes", None)
+    return peak if isinstance(peak, int) and peak > 0 else None
+
+
+def _use(change: Change, before: Job, after: Job, half_life_seconds: float) -> None:
+    """Count what a job has had to its owner, in the transaction in which the job says so itself."""
+    more = after.service_seconds - before.service_seconds
+    if more <= 0:
+        return
+    row = change.connection.execute(
+        "SELECT worker_seconds, lately, at FROM usage WHERE person = ? AND account = ?", (after.owner, after.account)
+    ).fetchone()
+    total, lately, at = row if row else (0.0, 0.0, change.now)
+    left = decay(lately, change.now - at, half_life_seconds)
+    change.connection.execute(
+        "INSERT OR REPLACE INTO usage (person, account, worker_seconds, lately, at) VALUES (?, ?, ?, ?, ?)",
+        (after.owner, after.account, total + more, left + more, change.now),
+    )

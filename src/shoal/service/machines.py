@@ -1,0 +1,64 @@
+"""The machines there are: this one, or all of the cluster of which this one is the first."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from shoal.cluster.ask_ray import ask_ray
+from shoal.cluster.links import read_links
+from shoal.cluster.listing import current_nodes
+from shoal.engine.clusters import HEAD, Cluster, cluster_folder, is_running, read_cluster
+from shoal.place.cluster import Node
+from shoal.spec.errors import ShoalError
+
+HERE_SECONDS = 30.0
+RAY_SECONDS = 20.0
+
+
+class Machines:
+    """Asks again now and then. Ray is asked in a thread: its answer takes a second or two, and may never come."""
+
+    def __init__(self, here: Callable[[], Node]) -> None:
+        self._here = here
+        self._nodes: tuple[Node, ...] = ()
+        self._looked_at = -1e9
+        self._asking: threading.Thread | None = None
+        self.links: Mapping[tuple[str, str], float] = {}
+        self.engine = "local"
+        self.problem = ""
+
+    def now(self) -> tuple[Node, ...]:
+        """The machines as they were when last looked at; the first look takes as long as it takes."""
+        is_busy = self._asking is not None and self._asking.is_alive()
+        due = RAY_SECONDS if self.engine == "ray" else HERE_SECONDS
+        if not is_busy and time.monotonic() >= self._looked_at + due:
+            self._looked_at = time.monotonic()
+            cluster = read_cluster(cluster_folder())
+            if cluster is None or cluster.role != HEAD or not is_running(cluster):
+                self._nodes, self.engine, self.links, self.problem = (self._here(),), "local", {}, ""
+            else:
+                self._asking = threading.Thread(target=self._ask, args=(cluster,), daemon=True)
+                self._asking.start()
+        return self._nodes
+
+    def _ask(self, cluster: Cluster) -> None:
+        try:
+            found = current_nodes(ask_ray(cluster, "nodes"))
+            known = read_links(cluster.folder)
+        except ShoalError as error:
+            # What was known stays: a head that is slow to answer is not a cluster without nodes.
+            self.problem = f"{error.message} {error.why}"
+            return
+        self._nodes = tuple(
+            Node(
+                name=node.name,
+                kind=node.labels.get("kind", "gpu" if node.gpus else "cpu"),
+                cores=node.cores,
+                memory_bytes=node.memory_bytes,
+                gpus=int(node.gpus),
+            )
+            for node in found
+            if node.is_alive
+        )
+        self.links = {(link.first, link.second): link.rate for link in known[0]} if known else {}
+        self.engine, self.problem = "ray", ""

@@ -1,0 +1,76 @@
+"""What a keeper is told to run, and what is seen of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from shoal.place.cluster import Allocation, Devices
+
+CAUSES = ("finished", "failed", "out_of_memory", "cancelled", "preempted", "time_limit", "lost")
+"""Why an attempt ended."""
+
+CAUSE_OF = {"cancel": "cancelled", "preempt": "preempted", "time": "time_limit"}
+"""What becomes of an attempt that was stopped for a reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """One attempt at a job. Of two attempts the one with the larger `token` is the later one, and the former is over.
+
+    `argv` are arguments of `shoal run`, with the script, and without `-n`. `env` lies over the environment of the
+    service. With `is_resumed` the run goes on from its newest checkpoint, if there is one. `allocation` says how many
+    workers are on which node, `devices` which GPUs they have there. `memory_bytes` and `cores` are those of each
+    worker; 0 is no limit. `grace_seconds` is what the run gets to save and end in.
+    """
+
+    job: str
+    token: int
+    argv: tuple[str, ...]
+    cwd: str
+    env: Mapping[str, str] = field(default_factory=dict)
+    run_name: str
+    is_resumed: bool = False
+    min_workers: int = 1
+    max_workers: int = 1
+    num_workers: int = 1
+    allocation: Allocation = field(default_factory=dict)
+    devices: Devices = field(default_factory=dict)
+    memory_bytes: int = 0
+    cores: float = 0.0
+    time_limit_seconds: float | None = None
+    grace_seconds: float = 10.0
+
+
+def orders_of(value: Mapping[str, Any]) -> Orders:
+    """Orders that were kept as JSON. Raises KeyError or TypeError where that is not what it is."""
+    known = {each.name: value[each.name] for each in fields(Orders)}
+    devices = {str(node): tuple(numbers) for node, numbers in known["devices"].items()}
+    return Orders(**known | {"argv": tuple(known["argv"]), "devices": devices})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """An attempt as its folder and its lock tell.
+
+    `state` is absent, starting, running or ended. `is_alive`: its keeper runs, or its launcher still does. One whose
+    keeper was killed before it began is absent again: order it once more. `cause` is one of CAUSES once it has ended.
+    `memory_bytes` is what its processes use now on this machine, and `peak_memory_bytes` the most that was
+    seen. `limits` names what holds its processes: `memory`, `cpu`, `pids` by the kernel, `watchdog` by looks at them.
+    """
+
+    state: str = "absent"
+    is_alive: bool = False
+    pid: int | None = None
+    run_dir: str = ""
+    exit_code: int | None = None
+    cause: str = ""
+    message: str = ""
+    hint: str = ""
+    num_workers: int = 0
+    step: int | None = None
+    loss: float | None = None
+    memory_bytes: int = 0
+    peak_memory_bytes: int = 0
+    started_at: float | None = None
+    ended_at: float | None = None
+    limits: tuple[str, ...] = ()

@@ -1,0 +1,159 @@
+"""What verbs of the service say before they ask it, and how they show what it answers."""
+
+import pytest
+
+from shoal import cli
+from shoal.service.api import Api
+from shoal.service.openapi import describe
+from shoal.spec.errors import UserError
+from shoal.verbs.job_file import parse_jobs
+from shoal.verbs.printing import table
+from shoal.verbs.queueing import is_job, tell_change, tell_queue
+
+
+@pytest.mark.parametrize(
+    ("text", "told", "where"),
+    [
+        ('args = ["x.py"]\nworkers = = 3', "is not TOML", "job.toml:2:11"),
+        ('args = ["x.py"]\n\nmemroy = "4G"', "There is no field of a job 'memroy'", "job.toml:3:1"),
+        ('args = ["x.py"]\nmemory = "much"', "'much' is not a size", "job.toml:2:1"),
+        ('args = ["x.py"]\ntime = "soon"', "is not a time limit", "job.toml:2:1"),
+        ('args = ["x.py"]\nworkers = "8:1"', "not a number of workers", "job.toml:2:1"),
+        (
+            '[[jobs]]\nargs = ["x"]\n[[jobs]]\nargs = ["x"]\n  class = "trainin"',
+            "no class 'trainin'",
+            "job.toml:5:3",
+        ),
+        ('args = "x.py"', "args is to be a list", "job.toml:1:1"),
+        ("priority = 3", "No script was named", "job.toml"),
+        ("[[jobs]]\nname = 'a'", "No script was named", "job.toml, job 1 of 1"),
+        ("jobs = 3", "list of tables", "job.toml:1:1"),
+        ("jobs = []", "no job in", ""),
+    ],
+)
+def test_a_mistake_in_a_file_is_told_with_its_place(text, told, where):
+    with pytest.raises(UserError) as caught:
+        parse_jobs(text, "job.toml", {})
+    assert told in caught.value.message
+    assert caught.value.where == where
+
+
+def test_words_that_were_meant_are_named():
+    for text, meant in (('args=["x"]\nmemroy="1G"', "memory"), ('args=["x"]\nclass="trainin"', "training")):
+        with pytest.raises(UserError) as caught:
+            parse_jobs(text, "job.toml", {})
+        assert f"did you mean `{meant}`?" in caught.value.hint
+
+
+def test_a_circle_in_a_file_is_told():
+    jobs = "".join(f'[[jobs]]\nname = "{one}"\nargs = ["x"]\nafter = ["{other}"]\n' for one, other in ("ab", "ba"))
+    with pytest.raises(UserError, match="wait for each other") as caught:
+        parse_jobs(jobs, "job.toml", {})
+    assert "'a' after 'b' after 'a'" in caught.value.why
+
+
+def test_what_stands_above_holds_for_all_and_the_command_goes_first(tmp_path):
+    text = 'priority = 1\n[[jobs]]\nargs = ["a"]\n[[jobs]]\nargs = ["b"]\npriority = 2\ndir = "sub"\n'
+    path = str(tmp_path / "job.toml")
+    rows, held = parse_jobs(text, path, {})
+    assert [row["priority"] for row in rows] == [1, 2]
+    assert [row["dir"] for row in rows] == [str(tmp_path), str(tmp_path / "sub")]
+    assert not held
+    rows, _ = parse_jobs(text, path, {"priority": 9})
+    assert [row["priority"] for row in rows] == [9, 9]
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["queue"], "`shoal up` starts one"),
+        (["hold", "3"], "`shoal up` starts one"),
+        (["cancel", "3"], "`shoal up` starts one"),
+        (["share"], "`shoal up` starts one"),
+        (["nodes"], "`shoal up` starts a service"),
+        (["submit", "job.toml"], "`shoal up` starts one"),
+        (["submit", "--priority", "3", "good.py"], "--priority is for the queue"),
+        (["down"], "`shoal up` starts one"),
+        (["up", "--host", "elsewhere"], "not an address of this machine"),
+        (["up", "--port", "99999"], "is not a port"),
+        (["up", "--hots", "1"], "did you mean `--host`?"),
+        (["people", "ad", "ben"], "did you mean `add`?"),
+        (["people", "add"], "Who?"),
+        (["audit", "verifi"], "did you mean `shoal audit verify`?"),
+        (["cancel", "1", "name"], "'name' is not the number of a job"),
+        (["requeue", "x"], "is not the number of a job"),
+        (["hold", "9-3"], "is not a range of jobs"),
+        (["login"], "Which service?"),
+    ],
+)
+def test_mistakes(argv, told, tmp_path, monkeypatch, capsys):
+    (tmp_path / "good.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    assert cli.main(argv) == 2
+    shown = capsys.readouterr()
+    assert told in shown.err
+    assert shown.out == ""
+
+
+def test_jobs_are_told_from_runs():
+    assert all(map(is_job, ("17", "job-17", "17-26")))
+    assert not any(map(is_job, ("20261118-train", "last", "job-", "17-x", "../17")))
+
+
+ROW = {
+    "job": 17,
+    "name": "train",
+    "owner": "anna",
+    "state": "waiting",
+    "position": 2,
+    "eta_seconds": 240.0,
+    "why": "",
+    "message": "",
+    "min_workers": 1,
+    "max_workers": 8,
+    "is_elastic": True,
+    "workers": 0,
+    "nodes": {},
+    "class": "training",
+    "priority": 5,
+    "waited_seconds": 61.0,
+    "run_seconds": 0.0,
+    "index": None,
+}
+
+
+def test_the_queue_fits_80_columns_and_says_why():
+    why = "it needs 8 cores on one node, and node-with-a-long-name has 3 free until job 12 is over, about then"
+    rows = [{**ROW, "why": why}, {**ROW, "job": 18, "name": "x" * 300 + "\x1b[31m\n", "state": "running", "index": 3}]
+    shown = tell_queue({"jobs": rows, "total": 3, "problems": {}}, 80)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "waiting #2" in shown
+    assert "in 4:00" in shown
+    assert "needs 8 cores" in shown
+    assert "and 1 more" in shown
+    assert "\x1b" not in shown
+    assert "the queue is empty" in tell_queue({"jobs": [], "total": 0}, 80)
+
+
+def test_many_changes_are_told_in_few_lines():
+    rows = [{"job": number, "state": "cancelled", "before": "waiting", "is_held": False} for number in range(1000)]
+    assert tell_change("cancel", rows) == "1000 jobs: cancelled (it was waiting)"
+    assert tell_change("cancel", [{**rows[7], "state": "stopping", "before": "running"}]) == "job 7: is being stopped"
+
+
+def test_tables_give_way_where_they_are_widest():
+    shown = table(("A", "B", "C"), [("x" * 90, 5, ""), ("y", 1234, "")], 40, "B").splitlines()
+    assert [len(line) for line in shown] == [40, 40, 40]
+    assert shown[0].split() == ["A", "B"]
+    assert shown[2].endswith("1234")
+
+
+def test_every_route_is_described_and_nothing_else():
+    app = Api(None, None).app()  # type: ignore[arg-type] - routes need neither
+    routes = {
+        (route.path, method.lower()) for route in app._app.routes for method in route.methods if method != "HEAD"
+    }
+    described = describe()
+    assert routes == {(path, method) for path, calls in described["paths"].items() for method in calls}
+    assert set(described["components"]["schemas"]["Job"]["required"]) == {"args", "dir"}
