@@ -23,6 +23,7 @@ FIT_WEIGHT = 0.001
 """Best fit only decides between nodes that lose the same."""
 
 NEVER = np.inf
+FEW = 4
 MAX_SEEDS = 8
 MAX_LINKED = 64
 
@@ -53,6 +54,8 @@ class Finder:
     losses: tuple[Floats, int] | None = None
     refused: dict[tuple[Need, frozenset[str]], tuple[int, int]] = field(default_factory=dict)
     """The fewest workers that found no room, and how much had been given back by then."""
+    known: dict[tuple[object, ...], float] = field(default_factory=dict)
+    """Scores by need and what a node has free: many nodes are alike, and looking one up costs less than arrays do."""
 
     def row(self, need: Need, zone: frozenset[str]) -> Row:
         """How every node fits this need, as of now. `zone` are the partitions it may use."""
@@ -83,9 +86,19 @@ class Finder:
         """How bad it would be to put one worker on each of these nodes; never where none has room."""
         scores = np.full(len(at), NEVER)
         able = np.flatnonzero(counts > 0)
-        if len(able):
+        if 0 < len(able) <= FEW:
+            for number in able.tolist():
+                scores[number] = self._score_one(need, at[number : number + 1])
+        elif len(able):
             scores[able] = self.score(need, at[able])
         return scores
+
+    def _score_one(self, need: Need, at: Ints) -> float:
+        key = (need, *self.space.state(int(at[0])))
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = float(self.score(need, at)[0])
+        return found
 
     def score(self, need: Need, at: Ints) -> Floats:
         """The lower the better, from -1 to 1: GPUs that one worker more would make useless for what usually comes.

@@ -333,8 +333,7 @@ class Walk:
         if job.job_class not in rules.classes:
             return f"partition {rules.name!r} takes no {job.job_class} jobs"
         cap = rules.max_workers_per_job
-        has = draft.num_workers(job.id)
-        if cap is not None and has + more > cap:
+        if cap is not None and draft.num_workers(job.id) + more > cap:
             return f"partition {rules.name!r} allows a job {cap} workers"
         use = draft.uses.get((job.partition, job.owner), Use())
         cap = rules.max_workers_per_user
@@ -377,7 +376,7 @@ class Walk:
 
     def _room_reason(self, job: Queued, shared: dict[object, str]) -> str:
         draft = self.draft
-        key = (job.ask, job.min_workers, job.partition, job.is_preemptible)
+        key = (draft.needs[job.id], job.min_workers, job.partition, job.is_preemptible)
         if key not in shared:
             never = could_ever_fit(self.cluster, job)
             home, lent = zones_of(job, draft.partitions)

@@ -1,7 +1,7 @@
 """What is free on every node, as arrays that placement scans at once; whole numbers, so that nothing is lost."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,15 @@ class Need:
     whole: int
     share: int
     kinds: frozenset[str]
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Every look for room asks for it, so it is worked out once.
+        parts = (self.cores, self.memory, self.disk, self.whole, self.share, self.kinds)
+        object.__setattr__(self, "_hash", hash(parts))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def gpu(self) -> int:
@@ -101,6 +110,11 @@ class Space:
             return np.full(len(self.cores[at]), PLENTY, np.int64)
         # Nodes can be overbooked where their size was lowered under running jobs.
         return np.maximum(room, 0)
+
+    def state(self, at: int) -> tuple[object, ...]:
+        """What one node has free now: two nodes with the same are alike to everyone."""
+        amounts = int(self.cores[at]), int(self.memory[at]), int(self.disk[at])
+        return *amounts, int(self.kind[at]), self.gpu[at].tobytes()
 
     def rooms(self, at: Ints | slice) -> Rooms:
         """What these nodes have free now."""
