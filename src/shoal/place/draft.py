@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shoal.place.cluster import Cluster, Partition, Queued
+from shoal.place.cluster import Ask, Cluster, Partition, Queued
 from shoal.place.decision import Decision, Place, Stop
 from shoal.place.fit import Finder, Spots
 from shoal.place.mix import mix_of
@@ -188,11 +188,16 @@ class Draft:
 
 def draft_of(cluster: Cluster) -> Draft:
     """The cluster as it is now, nothing exposed."""
-    asks = {ask: need_of(ask) for ask in {job.ask for job in cluster.jobs}}
+    asks: dict[Ask, Need] = {}
+    needs: dict[str, Need] = {}
     space = Space(cluster.nodes)
     counts: dict[Need, int] = {}
     for job in cluster.jobs:
-        counts[asks[job.ask]] = counts.get(asks[job.ask], 0) + job.min_workers
+        need = asks.get(job.ask)
+        if need is None:
+            need = asks[job.ask] = need_of(job.ask)
+        needs[job.id] = need
+        counts[need] = counts.get(need, 0) + job.min_workers
     mix = mix_of(counts, cluster.nodes, space.kinds)
     names = {node.partition for node in cluster.nodes} | {job.partition for job in cluster.jobs}
     partitions = {name: cluster.partitions.get(name, Partition(name=name)) for name in sorted(names)}
@@ -200,7 +205,7 @@ def draft_of(cluster: Cluster) -> Draft:
         cluster=cluster,
         free=Finder(space, mix, cluster.links),
         jobs={job.id: job for job in cluster.jobs},
-        needs={job.id: asks[job.ask] for job in cluster.jobs},
+        needs=needs,
         partitions=partitions,
     )
     for node in cluster.nodes:

@@ -146,7 +146,8 @@ class Finder:
             return fit
         worse = self.mix.lost(space.rooms_after(need, at)) - self.mix.lost(space.rooms(at))
         cost = (worse + SCARCE_WEIGHT * need.gpu * self.mix.scarce[space.kind[at]]) / MILLI
-        return np.asarray(cost / (1.0 + np.abs(cost)) + fit, np.float64)
+        # Equals must be equal whatever machine sums them up, or the last bit would decide.
+        return np.round(cost / (1.0 + np.abs(cost)) + fit, 12)
 
     def most(self, need: Need, zone: frozenset[str]) -> int:
         """How many workers with this need have room now."""

@@ -204,7 +204,8 @@ class _Pool:
             else:
                 free.append(job)
         # Who may not be stopped runs whatever the order is; where, is open.
-        free.sort(key=lambda job: not (job.allocation and not (stops_peers and is_due(job, rules))))
+        now = self.cluster.now
+        free.sort(key=lambda job: not (job.allocation and not (stops_peers and is_due(job, now, rules))))
         speeds = np.array([self._row(job, kinds) for job in free]).reshape(len(free), len(kinds))
         sizes = np.array([_size(job) for job in free])
         left = [seconds_left(job) for job in free]

@@ -1,7 +1,7 @@
 """What is free on every node, as arrays that placement scans at once; whole numbers, so that nothing is lost."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,15 @@ class Need:
     whole: int
     share: int
     kinds: frozenset[str]
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Every look for room asks for it, so it is worked out once.
+        parts = (self.cores, self.memory, self.disk, self.whole, self.share, self.kinds)
+        object.__setattr__(self, "_hash", hash(parts))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def gpu(self) -> int:

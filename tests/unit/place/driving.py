@@ -324,7 +324,7 @@ def check_stops(drive: Drive, decisions: list[Decision], before: dict[str, Queue
             for name in job.allocation
         )
         quantum = max(QUANTUM, 10 * job.stop_seconds)
-        due = job.run_seconds >= quantum * (2 ** (job.num_stops + 1) - 1)
+        due = job.run_seconds >= quantum * (2 ** (job.num_stops + 1) - 1) and drive.now - job.changed_at >= QUANTUM
         assert higher or owners or (due and starts), ("stopped for nobody", decision, job, starts)
         if not higher and not owners:
             stops = drive.peer_stops[job.id] = drive.peer_stops.get(job.id, 0) + 1
