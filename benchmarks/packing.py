@@ -41,28 +41,25 @@ class RandomFinder(Finder):
 
     dice = np.random.default_rng(0)
 
-    def score(self, need: Need, at: Ints) -> Floats:
-        return self.dice.random(len(at))
-
-    def pick(self, *args: Any, **others: Any) -> dict[int, int] | None:
-        self.rows.clear()
-        return super().pick(*args, **others)
+    def pick(self, job: Queued, need: Need, *args: Any, **others: Any) -> dict[int, int] | None:
+        able = np.flatnonzero(self.row(need, ZONE).counts)
+        return {int(self.dice.choice(able)): 1} if len(able) else None
 
 
 class BestFitFinder(Finder):
     """Least cores and GPUs left, as parts of the largest node."""
 
-    def score(self, need: Need, at: Ints) -> Floats:
-        left = (self.space.cores[at] - need.cores) / self.space.tops[0]
-        return np.floor(50 * (left + (self.space.gpu_sum[at] - need.gpu) / self.space.tops[2]))
+    def score(self, need: Need, space: Space, at: Ints) -> Floats:
+        left = (space.cores[at] - need.cores) / space.tops[0]
+        return np.floor(50 * (left + (space.gpu_sum[at] - need.gpu) / space.tops[2]))
 
 
 class FgdFinder(Finder):
     """Fragmentation gradient descent: what is lost, in a hundred steps, and the first node among equals."""
 
-    def score(self, need: Need, at: Ints) -> Floats:
+    def score(self, need: Need, space: Space, at: Ints) -> Floats:
         assert self.mix is not None
-        worse = self.mix.lost(self.space.rooms_after(need, at)) - self._lost()[at]
+        worse = self.mix.lost(space.rooms_after(need, at)) - self.mix.lost(space.rooms(at))
         return -np.floor(100 / (1 + np.exp(worse / MILLI)))
 
 
@@ -99,7 +96,6 @@ def allocated(way: type[Finder], arrivals: _Arrivals, until: int) -> tuple[dict[
         seen[need] += 1
         if way is Finder and number >= learn_at:
             finder = Finder(space, mix_of(seen, arrivals.nodes, space.kinds), masks=finder.masks)
-            space.changes.clear()
             learn_at = number + min(max(number // 4, 1), LEARN_EVERY)
         asked += need.gpu
         spots = finder.pick(WORKER, need, 1, ZONE)

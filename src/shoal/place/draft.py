@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shoal.place.cluster import Cluster, Partition, Queued
+from shoal.place.cluster import Ask, Cluster, Partition, Queued
 from shoal.place.decision import Decision, Place, Stop
 from shoal.place.fit import Finder, Spots
 from shoal.place.mix import mix_of
@@ -24,14 +24,14 @@ class Use:
 
 @dataclass(slots=True)
 class Draft:
-    """Who would hold what. `free` is what nobody has; `reach` adds what may be taken away for the job at hand.
+    """Who would hold what. `free` is what nobody has; `reach` adds what may be taken away for the job at hand, and is
+    made when somebody first needs it.
 
     `exposed` says, job by job, what of it is in `reach` only. `why` are the reasons for changes, job by job.
     """
 
     cluster: Cluster
     free: Finder
-    reach: Finder
     jobs: Mapping[str, Queued]
     needs: Mapping[str, Need]
     partitions: Mapping[str, Partition]
@@ -41,6 +41,17 @@ class Draft:
     uses: dict[tuple[str, str], Use] = field(default_factory=dict)
     totals: dict[str, tuple[int, int]] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
+    reached: Finder | None = None
+
+    @property
+    def reach(self) -> Finder:
+        if self.reached is None:
+            space = self.free.space.copy()
+            for name, shown in self.exposed.items():
+                for at, (workers, devices) in shown.items():
+                    space.give_back(at, self.needs[name], workers, devices)
+            self.reached = self.free.over(space)
+        return self.reached
 
     def hold(self, job: Queued, spots: Spots) -> None:
         """Give the job these workers as well. There must be room."""
@@ -50,7 +61,8 @@ class Draft:
             devices = space.pick_devices(at, need, workers)
             self._seat(held, at, workers, devices)
             space.take(at, need, workers, devices)
-            self.reach.space.take(at, need, workers, devices)
+            if self.reached is not None:
+                self.reached.space.take(at, need, workers, devices)
         self._count(job, sum(spots.values()))
 
     def adopt(self, job: Queued) -> None:
@@ -74,7 +86,8 @@ class Draft:
         """From here on, this part of a job may be taken away."""
         shown = self.exposed.setdefault(job_id, {})
         for at, (workers, devices) in part.items():
-            self.reach.space.give_back(at, self.needs[job_id], workers, devices)
+            if self.reached is not None:
+                self.reached.space.give_back(at, self.needs[job_id], workers, devices)
             self._seat(shown, at, workers, devices)
 
     def protect(self, job_id: str, part: Held | None = None) -> None:
@@ -85,7 +98,8 @@ class Draft:
         part = dict(shown) if part is None else part
         for at, (workers, devices) in part.items():
             if at in shown:
-                self.reach.space.take(at, self.needs[job_id], workers, devices)
+                if self.reached is not None:
+                    self.reached.space.take(at, self.needs[job_id], workers, devices)
                 self._unseat(shown, at, workers, devices)
         if not shown:
             del self.exposed[job_id]
@@ -105,8 +119,8 @@ class Draft:
                 rest, rest_devices = workers - both, devices[: len(devices) - both * width]
             else:
                 rest, rest_devices = workers, devices
-            if rest:
-                self.reach.space.give_back(at, need, rest, rest_devices)
+            if rest and self.reached is not None:
+                self.reached.space.give_back(at, need, rest, rest_devices)
             self._unseat(held, at, workers, devices)
         if not shown:
             self.exposed.pop(job_id, None)
@@ -174,20 +188,24 @@ class Draft:
 
 def draft_of(cluster: Cluster) -> Draft:
     """The cluster as it is now, nothing exposed."""
-    asks = {ask: need_of(ask) for ask in {job.ask for job in cluster.jobs}}
+    asks: dict[Ask, Need] = {}
+    needs: dict[str, Need] = {}
     space = Space(cluster.nodes)
     counts: dict[Need, int] = {}
     for job in cluster.jobs:
-        counts[asks[job.ask]] = counts.get(asks[job.ask], 0) + job.min_workers
+        need = asks.get(job.ask)
+        if need is None:
+            need = asks[job.ask] = need_of(job.ask)
+        needs[job.id] = need
+        counts[need] = counts.get(need, 0) + job.min_workers
     mix = mix_of(counts, cluster.nodes, space.kinds)
     names = {node.partition for node in cluster.nodes} | {job.partition for job in cluster.jobs}
     partitions = {name: cluster.partitions.get(name, Partition(name=name)) for name in sorted(names)}
     draft = Draft(
         cluster=cluster,
         free=Finder(space, mix, cluster.links),
-        reach=Finder(space, mix, cluster.links),
         jobs={job.id: job for job in cluster.jobs},
-        needs={job.id: asks[job.ask] for job in cluster.jobs},
+        needs=needs,
         partitions=partitions,
     )
     for node in cluster.nodes:
@@ -196,7 +214,22 @@ def draft_of(cluster: Cluster) -> Draft:
     for job in cluster.jobs:
         if job.allocation:
             draft.adopt(job)
-    draft.reach = Finder(space.copy(), mix, cluster.links)
-    space.changes.clear()
-    draft.reach.masks, draft.reach.holders = draft.free.masks, draft.free.holders
+            _mend(draft, job)
     return draft
+
+
+def _mend(draft: Draft, job: Queued) -> None:
+    """What a job has left where nodes are gone, or where it was asked to be smaller: a whole gang, or nothing.
+
+    With nothing left it is stopped, and starts anew at the next decision.
+    """
+    has = draft.num_workers(job.id)
+    if has < job.num_workers:
+        draft.why[job.id] = f"{job.num_workers} to {has} workers: the others' nodes are gone"
+        if has < job.min_workers or not job.is_elastic:
+            draft.why[job.id] = "its nodes are gone"
+            draft.drop(job.id)
+            draft.held[job.id] = {}
+    elif job.is_elastic and has > job.max_workers:
+        draft.drop(job.id, draft.split(job.id, job.max_workers)[1])
+        draft.why[job.id] = f"{has} to {job.max_workers} workers: more are not asked for"

@@ -4,7 +4,7 @@ import math
 
 from shoal.place.cluster import Cluster, Queued
 from shoal.place.decision import Decision
-from shoal.place.kinds import fill_kinds, outlook, speeds_of
+from shoal.place.kinds import Sorts, fill_kinds, outlook
 from shoal.place.rules import Rules
 from shoal.place.waiting import seconds_left
 
@@ -32,10 +32,11 @@ def finish_fair(cluster: Cluster, rules: Rules = FINISH_RULES) -> list[Decision]
     """
     left = {job.id: _left(job) for job in cluster.jobs}
     end, lengths = outlook(cluster, left)
+    sorts = Sorts(cluster.nodes)
 
     def key(job: Queued) -> tuple[bool, float, float, str]:
         need = left[job.id]
-        alone = max(_done(cluster, job) + need, 1.0)
+        alone = max(_done(sorts, job) + need, 1.0)
         behind = (cluster.now - job.submitted_at + need) / alone**LENGTH_POWER
         bonus = RUNNING_BONUS if job.allocation else 1.0
         return lengths[job.id] < LAST_PART * end, -behind * bonus * max(job.weight, 1e-9), job.submitted_at, job.id
@@ -48,9 +49,9 @@ def _left(job: Queued) -> float:
     return max(job.run_seconds, GUESS_SECONDS) if known is None else known
 
 
-def _done(cluster: Cluster, job: Queued) -> float:
+def _done(sorts: Sorts, job: Queued) -> float:
     """How long it would have taken for what it did on the nodes that suit it best."""
     if job.rate is None or not job.kind_seconds:
         return job.run_seconds
-    speeds = speeds_of(cluster, job)
+    speeds = sorts.speeds_of(job)
     return sum(seconds * speeds.get(kind, 1.0) for kind, seconds in job.kind_seconds.items())

@@ -8,6 +8,7 @@ import numpy as np
 from shoal.place.cluster import Cluster, Node, Partition, Queued
 from shoal.place.mix import Floats, Mix
 from shoal.place.space import MILLI, Bools, Ints, Need, Space, mask_of, need_of
+from shoal.place.states import Numbered, States
 from shoal.spec.errors import UserError
 
 Links = Mapping[tuple[str, str], float]
@@ -29,18 +30,28 @@ MAX_LINKED = 64
 
 @dataclass(slots=True)
 class Row:
-    """What is known of every node for one need: workers that fit, and how well. `seen` changes are in it."""
+    """What is known of every node for one need: workers that fit, and how well. `seen` changes are in the counts,
+    `scored` in the scores: those are brought up to date when somebody has to choose."""
+
+    counts: Ints
+    seen: int
+    scores: Floats | None = None
+    scored: int = 0
+
+
+@dataclass(slots=True)
+class Fits:
+    """What one need makes of every state: workers that fit, and how well, as far as that was asked for."""
 
     counts: Ints
     scores: Floats
-    seen: int
 
 
 @dataclass(slots=True)
 class Finder:
     """Finds nodes in a `Space`. It remembers, need by need, how every node fits, and looks again where that changed.
 
-    So a decision over ten thousand nodes costs one scan for each different need, and little for each job after it.
+    Scores are worked out for states, not for nodes, so a decision over ten thousand nodes costs little for each job.
     """
 
     space: Space
@@ -50,26 +61,51 @@ class Finder:
     rows: dict[tuple[Need, frozenset[str]], Row] = field(default_factory=dict)
     masks: dict[tuple[frozenset[str], frozenset[str]], Bools] = field(default_factory=dict)
     holders: dict[str, Bools] = field(default_factory=dict)
-    losses: tuple[Floats, int] | None = None
+    states: States = field(default_factory=States)
+    fits: dict[Need, Fits] = field(default_factory=dict)
     refused: dict[tuple[Need, frozenset[str]], tuple[int, int]] = field(default_factory=dict)
     """The fewest workers that found no room, and how much had been given back by then."""
+    numbered: Numbered = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.numbered = Numbered(self.space, self.states)
+
+    def over(self, space: Space) -> "Finder":
+        """One for another space of the same nodes, which shares what is known of states."""
+        return Finder(
+            space, self.mix, self.links, set(self.barred), {}, self.masks, self.holders, self.states, self.fits
+        )
 
     def row(self, need: Need, zone: frozenset[str]) -> Row:
-        """How every node fits this need, as of now. `zone` are the partitions it may use."""
+        """How many workers fit on every node, as of now. `zone` are the partitions it may use."""
         changes = self.space.changes
         row = self.rows.get((need, zone))
-        mask = self.mask(need.kinds, zone)
-        if row is None or len(changes) - row.seen > len(mask) // 4:
-            counts = np.where(mask, self.space.counts(need, slice(None)), 0)
-            row = Row(counts, self._scores(need, np.arange(len(counts)), counts), len(changes))
-            self.rows[need, zone] = row
-        elif row.seen < len(changes):
-            at = np.array(sorted(set(changes[row.seen :])), np.int64)
-            counts = np.where(mask[at], self.space.counts(need, at), 0)
-            row.counts[at] = counts
-            row.scores[at] = self._scores(need, at, counts)
+        if row is not None and row.seen == len(changes):
+            return row
+        mask, numbers = self.mask(need.kinds, zone), self.numbered.now()
+        counts = self._counts(need)
+        if row is None:
+            row = self.rows[need, zone] = Row(np.where(mask, counts[numbers], 0), len(changes))
+        else:
+            at = _changed(changes, row.seen, mask)
+            row.counts[at] = counts[numbers[at]]
             row.seen = len(changes)
         return row
+
+    def scores(self, need: Need, zone: frozenset[str]) -> Floats:
+        """How bad it would be to put one worker on each node; never where none has room."""
+        changes, row = self.space.changes, self.row(need, zone)
+        if row.scores is not None and row.scored == len(changes):
+            return row.scores
+        mask, numbers = self.mask(need.kinds, zone), self.numbered.now()
+        scores = self._scores(need)
+        if row.scores is None:
+            row.scores = np.where(mask, scores[numbers], NEVER)
+        else:
+            at = _changed(changes, row.scored, mask)
+            row.scores[at] = scores[numbers[at]]
+        row.scored = len(changes)
+        return row.scores
 
     def mask(self, kinds: frozenset[str], zone: frozenset[str]) -> Bools:
         found = self.masks.get((kinds, zone))
@@ -79,54 +115,39 @@ class Finder:
             self.masks[kinds, zone] = found
         return found
 
-    def _scores(self, need: Need, at: Ints, counts: Ints) -> Floats:
-        """How bad it would be to put one worker on each of these nodes; never where none has room."""
-        scores = np.full(len(at), NEVER)
-        able = np.flatnonzero(counts > 0)
-        if len(able):
-            scores[able] = self.score(need, at[able])
-        return scores
+    def _counts(self, need: Need) -> Ints:
+        """How many workers fit into every state; those that are new are worked out."""
+        fits = self.fits.setdefault(need, Fits(np.zeros(0, np.int64), np.zeros(0)))
+        first = len(fits.counts)
+        if first < len(self.states.listed):
+            new = self.states.room(self.space, first).counts(need, slice(None))
+            fits.counts = np.concatenate((fits.counts, new))
+        return fits.counts
 
-    def score(self, need: Need, at: Ints) -> Floats:
+    def _scores(self, need: Need) -> Floats:
+        """How well every state fits."""
+        counts, fits = self._counts(need), self.fits[need]
+        first = len(fits.scores)
+        if first < len(counts):
+            scores = np.full(len(counts) - first, NEVER)
+            able = np.flatnonzero(counts[first:] > 0)
+            if len(able):
+                scores[able] = self.score(need, self.states.room(self.space, first), able)
+            fits.scores = np.concatenate((fits.scores, scores))
+        return fits.scores
+
+    def score(self, need: Need, space: Space, at: Ints) -> Floats:
         """The lower the better, from -1 to 1: GPUs that one worker more would make useless for what usually comes.
 
         Those that others ask for by their kind are spared, and among equals the best fit goes first.
         """
-        fit = FIT_WEIGHT * self.fit(need, at)
+        fit = FIT_WEIGHT * _fit(space, need, at)
         if self.mix is None:
             return fit
-        worse = self.mix.lost(self.space.rooms_after(need, at)) - self._lost()[at]
-        cost = (worse + SCARCE_WEIGHT * need.gpu * self.mix.scarce[self.space.kind[at]]) / MILLI
-        return np.asarray(cost / (1.0 + np.abs(cost)) + fit, np.float64)
-
-    def _lost(self) -> Floats:
-        """What is lost on every node as it is."""
-        assert self.mix is not None
-        changes = self.space.changes
-        if self.losses is None:
-            self.losses = self.mix.lost(self.space.rooms(slice(None))), len(changes)
-        lost, seen = self.losses
-        if seen < len(changes):
-            at = np.array(sorted(set(changes[seen:])), np.int64)
-            lost[at] = self.mix.lost(self.space.rooms(at))
-            self.losses = lost, len(changes)
-        return lost
-
-    def fit(self, need: Need, at: Ints | slice) -> Floats:
-        """How much would be left, as parts of a full node. GPUs count most.
-
-        A worker without a GPU avoids nodes that have some free, so that no GPU is left without cores.
-        """
-        space = self.space
-        tops = space.tops
-        cores, memory, gpus = space.cores[at] / tops[0], space.memory[at] / tops[1], space.gpu_sum[at] / tops[2]
-        if not need.gpu:
-            return np.asarray(2 * gpus + cores + memory, np.float64)
-        if need.share:
-            free = space.gpu[at]
-            left = np.where(free >= need.share, free - need.share, MILLI).min(axis=1) / MILLI
-            return np.asarray(left + gpus + 0.25 * (cores + memory), np.float64)
-        return np.asarray(2 * gpus + 0.25 * (cores + memory), np.float64)
+        worse = self.mix.lost(space.rooms_after(need, at)) - self.mix.lost(space.rooms(at))
+        cost = (worse + SCARCE_WEIGHT * need.gpu * self.mix.scarce[space.kind[at]]) / MILLI
+        # Equals must be equal whatever machine sums them up, or the last bit would decide.
+        return np.round(cost / (1.0 + np.abs(cost)) + fit, 12)
 
     def most(self, need: Need, zone: frozenset[str]) -> int:
         """How many workers with this need have room now."""
@@ -154,17 +175,19 @@ class Finder:
     def _pick(
         self, job: Queued, need: Need, workers: int, zone: frozenset[str], favour: Floats | None
     ) -> Spots | None:
-        row = self.row(need, zone)
-        counts, scores = row.counts, row.scores
+        counts = self.row(need, zone).counts
         if self.barred:
             counts = counts.copy()
             counts[list(self.barred)] = 0
+        if int(counts.sum()) < workers:
+            return None
+        scores = self.scores(need, zone)
         if job.needs:
             scores = scores - DATA_WEIGHT * self.held_part(job.needs)
         if favour is not None:
             scores = scores - favour
         if job.is_spread:
-            return _spread(counts, self.fit(need, slice(None)), workers)
+            return _spread(counts, _fit(self.space, need, slice(None)), workers)
         if workers == 1 and not self.barred:
             at = int(scores.argmin()) if len(scores) else 0
             return {at: 1} if len(scores) and scores[at] < NEVER else None
@@ -172,8 +195,6 @@ class Finder:
         at = int(alone.argmin()) if len(alone) else 0
         if len(alone) and alone[at] < NEVER:
             return {at: workers}
-        if int(counts.sum()) < workers:
-            return None
         if self.links:
             return self._pick_linked(counts, scores, workers)
         return _pack(counts, scores, workers)
@@ -216,6 +237,28 @@ class Finder:
         return self.links.get(pair, self.links.get((pair[1], pair[0]), 0.0))
 
 
+def _changed(changes: Sequence[int], seen: int, mask: Bools) -> Ints:
+    """Nodes of the mask that changed since."""
+    at = np.array(changes[seen:], np.int64)
+    return at[mask[at]]
+
+
+def _fit(space: Space, need: Need, at: Ints | slice) -> Floats:
+    """How much would be left, as parts of a full node. GPUs count most.
+
+    A worker without a GPU avoids nodes that have some free, so that no GPU is left without cores.
+    """
+    tops = space.tops
+    cores, memory, gpus = space.cores[at] / tops[0], space.memory[at] / tops[1], space.gpu_sum[at] / tops[2]
+    if not need.gpu:
+        return np.asarray(2 * gpus + cores + memory, np.float64)
+    if need.share:
+        free = space.gpu[at]
+        left = np.where(free >= need.share, free - need.share, MILLI).min(axis=1) / MILLI
+        return np.asarray(left + gpus + 0.25 * (cores + memory), np.float64)
+    return np.asarray(2 * gpus + 0.25 * (cores + memory), np.float64)
+
+
 def _pack(counts: Ints, scores: Floats, workers: int) -> Spots:
     """As few nodes as possible; the last one is the best fit for what is left. There is room for all."""
     spots: Spots = {}
@@ -235,10 +278,8 @@ def _pack(counts: Ints, scores: Floats, workers: int) -> Spots:
     return spots
 
 
-def _spread(counts: Ints, scores: Floats, workers: int) -> Spots | None:
-    """One worker a node while there are nodes, the emptiest first; then a second one each, and so on."""
-    if int(counts.sum()) < workers:
-        return None
+def _spread(counts: Ints, scores: Floats, workers: int) -> Spots:
+    """One worker a node while there are nodes, the emptiest first; then a second one each. There is room."""
     able = np.flatnonzero(counts > 0)
     order = able[np.argsort(-scores[able], kind="stable")]
     spots: Spots = {}

@@ -13,7 +13,7 @@ from shoal.place.cluster import Cluster, Queued
 from shoal.place.decision import Decision
 from shoal.place.kinds import fill_kinds
 from shoal.place.rules import Rules, Walk, tier_of
-from shoal.place.sizing import USUAL_TUNING, Member, Tuning, choose_sizes, member_of, urgency_of
+from shoal.place.sizing import USUAL_TUNING, Member, Tuning, admit, choose_sizes, member_of, urgency_of
 from shoal.place.waiting import seconds_left
 
 GOODPUT_RULES = Rules()
@@ -57,20 +57,20 @@ def _expected_left(job: Queued, tuning: Tuning) -> float:
 
 def _groups(walk: Walk) -> Iterator[list[Queued]]:
     """Jobs that can be given each other's workers: of one tier, partition and ask; the highest tier first."""
-    draft = walk.draft
+    draft, nodes = walk.draft, walk.draft.free.space.nodes
     groups: dict[object, list[Queued]] = {}
     for job in walk.order:
         if not job.is_elastic or not job.is_preemptible or job.blocked_by:
             continue
-        if job.allocation and job.rate is None:
+        # What lost nodes, or is made smaller as asked, has changed enough for one decision.
+        if job.allocation and (job.rate is None or draft.num_workers(job.id) != job.num_workers):
             continue
         if job.job_class not in draft.partitions[job.partition].classes:
             continue
-        nodes = draft.free.space.nodes
-        held = draft.held.get(job.id, {})
+        held = draft.held.get(job.id, ())
         if any(nodes[at].is_draining or nodes[at].partition != job.partition for at in held):
             continue
-        groups.setdefault((tier_of(job), job.partition, job.ask), []).append(job)
+        groups.setdefault((tier_of(job), job.partition, draft.needs[job.id]), []).append(job)
     yield from groups.values()
 
 
@@ -84,31 +84,29 @@ def _shape(walk: Walk, jobs: Sequence[Queued], tuning: Tuning) -> set[str]:
     per_node, kind = _usual_node(walk, first, mask)
     if not per_node:
         return set()
-    room = int(row.counts.sum()) + sum(draft.num_workers(job.id) for job in jobs)
-    room -= _reserved(walk, jobs, int(row.counts.sum()))
+    room = int(row.counts.sum()) + sum(draft.num_workers(job.id) for job in jobs if job.allocation)
+    room = max(room - _reserved(walk, jobs), 0)
     cap = draft.partitions[first.partition].max_workers_per_job
-    members, urgency = [], urgency_of(jobs, tuning)
-    for job in jobs:
-        largest = max(min(job.max_workers, cap or job.max_workers), job.min_workers)
-        if cap is None or job.min_workers <= cap:
-            members.append(member_of(job, largest, per_node, kind, urgency, tuning))
+    able = [job for job in jobs if cap is None or job.min_workers <= cap]
     # Those who run have their smallest size for sure; then come the others, as the order has them.
-    members.sort(key=lambda member: not member.has)
-    sizes = choose_sizes(members, max(room, 0), _budgets(walk, members), tuning)
-    _apply(walk, members, sizes, zone)
-    return {member.job.id for member in members}
+    able.sort(key=lambda job: not job.allocation)
+    budgets = _budgets(walk, able)
+    members, urgency = [], urgency_of(jobs, tuning)
+    for job in admit(able, room, budgets):
+        largest = max(min(job.max_workers, cap or job.max_workers), job.min_workers)
+        members.append(member_of(job, largest, per_node, kind, urgency, tuning))
+    _apply(walk, members, choose_sizes(members, room, budgets, tuning), zone)
+    return {job.id for job in able}
 
 
 def _usual_node(walk: Walk, job: Queued, mask: np.ndarray) -> tuple[int, str]:
     """How many workers of the job an empty node of the largest sort takes, and its kind."""
-    draft = walk.draft
-    space = type(draft.free.space)(draft.free.space.nodes)
-    counts = np.where(mask, space.counts(draft.needs[job.id], slice(None)), 0)
+    counts = np.where(mask, walk.empty.counts(walk.draft.needs[job.id], slice(None)), 0)
     at = int(counts.argmax()) if len(counts) else 0
-    return (int(counts[at]), space.nodes[at].kind) if len(counts) else (0, "")
+    return (int(counts[at]), walk.empty.nodes[at].kind) if len(counts) else (0, "")
 
 
-def _reserved(walk: Walk, jobs: Sequence[Queued], free: int) -> int:
+def _reserved(walk: Walk, jobs: Sequence[Queued]) -> int:
     """Workers' worth of room that waiting jobs of other sorts will take: those of the same class or a higher one."""
     draft, names = walk.draft, {job.id for job in jobs}
     first = jobs[0]
@@ -124,18 +122,18 @@ def _reserved(walk: Walk, jobs: Sequence[Queued], free: int) -> int:
     return int(-(-total // 1))
 
 
-def _budgets(walk: Walk, members: Sequence[Member]) -> dict[str, int]:
+def _budgets(walk: Walk, jobs: Sequence[Queued]) -> dict[str, int]:
     """How many workers each owner may have in all, less what others of their jobs have."""
     draft = walk.draft
-    first = members[0].job if members else None
-    if first is None:
+    if not jobs:
         return {}
+    first = jobs[0]
     rules, need = draft.partitions[first.partition], draft.needs[first.id]
     if rules.max_workers_per_user is None and rules.max_user_share >= 1.0:
         return {}
     own: dict[str, int] = {}
-    for member in members:
-        own[member.job.owner] = own.get(member.job.owner, 0) + member.has
+    for job in jobs:
+        own[job.owner] = own.get(job.owner, 0) + job.num_workers
     cores, gpus = draft.totals.get(first.partition, (0, 0))
     budgets = {}
     for owner, has in own.items():
@@ -157,7 +155,7 @@ def _budgets(walk: Walk, members: Sequence[Member]) -> dict[str, int]:
 def _apply(walk: Walk, members: Sequence[Member], sizes: dict[str, int], zone: frozenset[str]) -> None:
     """First everyone who changes lets go, then the largest are placed first, where whole nodes are still free."""
     draft = walk.draft
-    changed = [member for member in members if sizes[member.job.id] and sizes[member.job.id] != member.has]
+    changed = [member for member in members if sizes[member.job.id] != member.has]
     homes = {}
     for member in changed:
         if member.has:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.place.cluster import Cluster, Queued
+from shoal.place.cluster import Cluster, Node, Queued
 from shoal.place.decision import Decision, Place, Wait
 from shoal.place.rules import USUAL, Rules, fill, is_due, tier_of, waited_seconds
 from shoal.place.waiting import seconds_left
@@ -39,16 +39,17 @@ def fill_kinds(
     """
     if len({node.kind for node in cluster.nodes}) < 2 or all(job.rate is None for job in order):
         return fill(cluster, order, rules=rules, stops_peers=stops_peers)
+    sorts = Sorts(cluster.nodes)
     kinds = choose_kinds(cluster, order, rules=rules, stops_peers=stops_peers)
     # Who has a kind goes before who has none: else those who are left out would hold what others were given.
     order = sorted(order, key=lambda job: job.id not in kinds)
-    here = {job.id: kind_now(cluster, job) for job in order if job.allocation}
+    here = {job.id: sorts.kind_now(job) for job in order if job.allocation}
     stay: set[str] = set()
     for attempt in range(MAX_TRIES + 1):
         moving = {name for name, now in here.items() if name in kinds and kinds[name] != now and name not in stay}
         if attempt == MAX_TRIES:
             moving = set()
-        views = [_view(cluster, job, kinds.get(job.id, ""), job.id in moving) for job in order]
+        views = [_view(cluster.now, sorts, job, kinds.get(job.id, ""), job.id in moving) for job in order]
         decisions = fill(replace(cluster, jobs=tuple(views)), views, rules=rules, stops_peers=stops_peers)
         # Who was to move and found no room keeps its place, and all is looked at again.
         lost = {item.job for item in decisions if isinstance(item, Wait) and item.job in moving}
@@ -62,14 +63,40 @@ def fill_kinds(
     ]
 
 
-def kind_now(cluster: Cluster, job: Queued) -> str:
-    """The kind of nodes it runs on; the one with most of its workers where there are several."""
-    kinds: dict[str, int] = {}
-    for node in cluster.nodes:
-        workers = job.allocation.get(node.name, 0)
-        if workers:
-            kinds[node.kind] = kinds.get(node.kind, 0) + workers
-    return max(kinds, key=lambda kind: (kinds[kind], kind), default="")
+class Sorts:
+    """What kinds of nodes there are, looked up once for all jobs."""
+
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        self.kind_of = {node.name: node.kind for node in nodes}
+        self.widths: dict[str, dict[str, tuple[int, int]]] = {}
+        """Partition -> kind -> GPUs and cores of its largest node."""
+        for node in nodes:
+            kinds = self.widths.setdefault(node.partition, {})
+            gpus, cores = kinds.get(node.kind, (0, 0))
+            kinds[node.kind] = max(gpus, node.gpus), max(cores, int(node.cores))
+
+    def kind_now(self, job: Queued) -> str:
+        """The kind of nodes it runs on; the one with most of its workers where there are several."""
+        kinds: dict[str, int] = {}
+        for name, workers in job.allocation.items():
+            if workers and name in self.kind_of:
+                kinds[self.kind_of[name]] = kinds.get(self.kind_of[name], 0) + workers
+        return max(kinds, key=lambda kind: (kinds[kind], kind), default="")
+
+    def speeds_of(self, job: Queued) -> dict[str, float]:
+        """How fast it is on each kind it may use in its partition, as a part of the fastest; 1 where nobody knows."""
+        here = self.widths.get(job.partition, {})
+        able = [kind for kind in here if not job.ask.kinds or kind in job.ask.kinds]
+        if job.rate is None:
+            return dict.fromkeys(able, 1.0)
+        workers = max(job.num_workers, job.min_workers)
+        per_worker = max(job.ask.gpus or job.ask.cores, 1e-9)
+        rates = {}
+        for kind in able:
+            width = here[kind][0 if job.ask.gpus else 1]
+            rates[kind] = job.rate(kind, workers, max(-(-workers // max(int(width / per_worker), 1)), 1))
+        top = max(rates.values(), default=0.0)
+        return {kind: rate / top if top > 0 else 0.0 for kind, rate in rates.items()}
 
 
 def can_move(cluster: Cluster, job: Queued, rules: Rules) -> bool:
@@ -78,39 +105,21 @@ def can_move(cluster: Cluster, job: Queued, rules: Rules) -> bool:
     return job.is_preemptible and cluster.now - job.changed_at >= pause
 
 
-def _view(cluster: Cluster, job: Queued, kind: str, moves: bool) -> Queued:
+def _view(now: float, sorts: Sorts, job: Queued, kind: str, moves: bool) -> Queued:
     """The job as `fill` shall see it: bound to its kind, and not running where it has to move.
 
     Who was left out runs where it runs, or may start on any kind; several workers of one job stay on one kind.
     """
     if kind:
         view = replace(job, ask=replace(job.ask, kinds=frozenset({kind})))
-        return replace(view, allocation={}, devices={}, stopped_at=cluster.now) if moves else view
-    speeds = speeds_of(cluster, job)
+        return replace(view, allocation={}, devices={}, stopped_at=now) if moves else view
+    speeds = sorts.speeds_of(job)
     able = {name for name, speed in speeds.items() if speed > 0}
     if job.allocation or not able:
-        able &= {kind_now(cluster, job)}
+        able &= {sorts.kind_now(job)}
     elif job.max_workers > 1:
         able = {max(able, key=lambda name: (speeds[name], name))}
     return replace(job, ask=replace(job.ask, kinds=frozenset(able))) if able else job
-
-
-def speeds_of(cluster: Cluster, job: Queued) -> dict[str, float]:
-    """How fast it is on each kind it may use in its partition, as a part of the fastest; 1 where nobody knows."""
-    widths: dict[str, int] = {}
-    for node in cluster.nodes:
-        if node.partition == job.partition and (not job.ask.kinds or node.kind in job.ask.kinds):
-            widths[node.kind] = max(widths.get(node.kind, 0), node.gpus if job.ask.gpus else int(node.cores))
-    workers = max(job.num_workers, job.min_workers)
-    if job.rate is None:
-        return dict.fromkeys(widths, 1.0)
-    per_worker = max(job.ask.gpus or job.ask.cores, 1e-9)
-    rates = {
-        kind: job.rate(kind, workers, max(-(-workers // max(int(width / per_worker), 1)), 1))
-        for kind, width in widths.items()
-    }
-    top = max(rates.values(), default=0.0)
-    return {kind: rate / top if top > 0 else 0.0 for kind, rate in rates.items()}
 
 
 # -- who goes where ------------------------------------------------------------------------------------------------
@@ -122,8 +131,9 @@ def choose_kinds(
     """Job -> kind for those who can run, in `order`, class and priority before it. Others are left out."""
     ranked = sorted(order, key=lambda job: (_down(job), stops_peers and not _is_starving(cluster, job, rules)))
     chosen: dict[str, str] = {}
+    sorts = Sorts(cluster.nodes)
     for jobs, room in _pools(cluster, ranked):
-        chosen.update(_Pool(cluster, jobs, room).share_out(rules, stops_peers))
+        chosen.update(_Pool(cluster, sorts, jobs, room).share_out(rules, stops_peers))
     return chosen
 
 
@@ -133,9 +143,11 @@ def outlook(cluster: Cluster, left: Mapping[str, float]) -> tuple[float, dict[st
     `left` is how long each job would still take on the kind that suits it best.
     """
     end, lengths = 0.0, dict(left)
+    sorts = Sorts(cluster.nodes)
     for jobs, room in _pools(cluster, cluster.jobs):
         kinds = list(room)
-        speeds = np.array([[speeds_of(cluster, job).get(kind, 0.0) for kind in kinds] for job in jobs])
+        known = [sorts.speeds_of(job) for job in jobs]
+        speeds = np.array([[each.get(kind, 0.0) for kind in kinds] for each in known])
         sizes, work = np.array([_size(job) for job in jobs]), np.array([left[job.id] for job in jobs])
         amounts = np.array([room[kind] for kind in kinds])
         able = speeds.max(axis=1, initial=0.0) > 0
@@ -175,6 +187,7 @@ class _Pool:
     """Jobs of one partition that want the same resource, and how much of it each kind has."""
 
     cluster: Cluster
+    sorts: Sorts
     jobs: list[Queued]
     room: dict[str, float]
 
@@ -184,14 +197,15 @@ class _Pool:
         placed: dict[str, str] = {}
         free: list[Queued] = []
         for job in self.jobs:
-            kind = kind_now(self.cluster, job) if job.allocation else ""
+            kind = self.sorts.kind_now(job) if job.allocation else ""
             if kind in self.room and not can_move(self.cluster, job, rules):
                 room[kinds.index(kind)] -= _size(job)
                 placed[job.id] = kind
             else:
                 free.append(job)
         # Who may not be stopped runs whatever the order is; where, is open.
-        free.sort(key=lambda job: not (job.allocation and not (stops_peers and is_due(job, rules))))
+        now = self.cluster.now
+        free.sort(key=lambda job: not (job.allocation and not (stops_peers and is_due(job, now, rules))))
         speeds = np.array([self._row(job, kinds) for job in free]).reshape(len(free), len(kinds))
         sizes = np.array([_size(job) for job in free])
         left = [seconds_left(job) for job in free]
@@ -203,8 +217,8 @@ class _Pool:
         return placed
 
     def _row(self, job: Queued, kinds: Sequence[str]) -> list[float]:
-        speeds = speeds_of(self.cluster, job)
-        now = kind_now(self.cluster, job) if job.allocation else ""
+        speeds = self.sorts.speeds_of(job)
+        now = self.sorts.kind_now(job) if job.allocation else ""
         stays = MOVE_GAIN if job.stop_seconds > 0 else 1.0
         return [speeds.get(kind, 0.0) * (stays if kind == now else 1.0) for kind in kinds]
 

@@ -5,8 +5,8 @@ A policy says in which order peers go. `fill` does the rest, and keeps these pro
 - No node is given out twice, no cap is passed, and a job runs with `min_workers` or not at all.
 - A job is stopped only for one of a higher class, or of the same class and a higher priority, or for one of the
   partition whose nodes it borrowed, or for a peer if it is due: after its k-th stop it runs `quantum_seconds * 2**k`
-  before a peer may stop it again. So two jobs can never stop each other in turns, and the number of stops grows with
-  the logarithm of the time a job ran.
+  before a peer may stop it again, and each time at least `quantum_seconds` at a stretch. So two jobs can never stop
+  each other in turns, and the number of stops grows with the logarithm of the time a job ran.
 - No job waits while there is room for it, with one exception that its reason names: the room is kept for a job that
   waited longer than `keep_seconds`.
 """
@@ -14,6 +14,7 @@ A policy says in which order peers go. `fill` does the rest, and keeps these pro
 import heapq
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 import numpy as np
@@ -22,6 +23,7 @@ from shoal.place.cluster import CLASSES, Cluster, Queued
 from shoal.place.decision import Decision, Wait
 from shoal.place.draft import Draft, Held, Use, draft_of
 from shoal.place.fit import Spots, could_ever_fit, zones_of
+from shoal.place.space import Need, Space
 from shoal.place.waiting import KEPT, estimate_starts, explain_room
 
 CLASS_RANK = {name: number for number, name in enumerate(CLASSES)}
@@ -56,8 +58,10 @@ def tier_of(job: Queued) -> Tier:
     return CLASS_RANK.get(job.job_class, 0), job.priority
 
 
-def is_due(job: Queued, rules: Rules) -> bool:
-    """Whether a peer may stop it."""
+def is_due(job: Queued, now: float, rules: Rules) -> bool:
+    """Whether a peer may stop it: it had its turn, and was not just started or changed."""
+    if now - job.changed_at < rules.quantum_seconds:
+        return False
     quantum = max(rules.quantum_seconds, rules.stop_costs * job.stop_seconds)
     turns: float = 2.0 ** (min(job.num_stops, MAX_DOUBLINGS) + 1) - 1
     return job.is_preemptible and job.run_seconds >= quantum * turns
@@ -103,6 +107,12 @@ class Walk:
         self.kept_for = ""
         self.num_dropped = 0
         self.is_lending = False
+        self.alone: dict[tuple[Need, frozenset[str]], int] = {}
+
+    @cached_property
+    def empty(self) -> Space:
+        """The nodes with nothing on them."""
+        return Space(self.cluster.nodes)
 
     # -- who goes where ------------------------------------------------------------------------------------------
 
@@ -186,7 +196,7 @@ class Walk:
     def _settle(self, peers: Iterable[Queued], everyone: bool) -> None:
         """Peers that are not due, or everyone, are out of their peers' reach from here on."""
         for job in peers:
-            if job.id in self.draft.exposed and (everyone or not is_due(job, self.rules)):
+            if job.id in self.draft.exposed and (everyone or not is_due(job, self.cluster.now, self.rules)):
                 self._keep(job)
 
     def _keep(self, job: Queued) -> None:
@@ -285,8 +295,7 @@ class Walk:
         need = draft.needs[job.id]
         row = draft.free.row(need, zone)
         mask = draft.free.mask(need.kinds, zone)
-        whole = type(draft.free.space)(draft.free.space.nodes).counts(need, slice(None))
-        whole = np.where(mask, whole, 0)
+        whole = np.where(mask, self.empty.counts(need, slice(None)), 0)
         left = job.min_workers
         # Where most is free already, so that the choice stays the same while it drains.
         for at in np.lexsort((np.arange(len(whole)), -row.counts, -np.minimum(whole, left))).tolist():
@@ -333,8 +342,7 @@ class Walk:
         if job.job_class not in rules.classes:
             return f"partition {rules.name!r} takes no {job.job_class} jobs"
         cap = rules.max_workers_per_job
-        has = draft.num_workers(job.id)
-        if cap is not None and has + more > cap:
+        if cap is not None and draft.num_workers(job.id) + more > cap:
             return f"partition {rules.name!r} allows a job {cap} workers"
         use = draft.uses.get((job.partition, job.owner), Use())
         cap = rules.max_workers_per_user
@@ -377,9 +385,9 @@ class Walk:
 
     def _room_reason(self, job: Queued, shared: dict[object, str]) -> str:
         draft = self.draft
-        key = (job.ask, job.min_workers, job.partition, job.is_preemptible)
+        key = (draft.needs[job.id], job.min_workers, job.partition, job.is_preemptible)
         if key not in shared:
-            never = could_ever_fit(self.cluster, job)
+            never = None if self._fits_alone(job) else could_ever_fit(self.cluster, job)
             home, lent = zones_of(job, draft.partitions)
             reason = explain_room(draft, job, lent, self.kept_for)
             if never is not None and not reason.startswith(KEPT):
@@ -387,6 +395,14 @@ class Walk:
                 reason = f"{where}: {never.message}"
             shared[key] = reason
         return shared[key]
+
+    def _fits_alone(self, job: Queued) -> bool:
+        """Whether it would fit into its partition as it is now, were nothing running."""
+        need, zone = self.draft.needs[job.id], frozenset({job.partition})
+        if (need, zone) not in self.alone:
+            counts = self.empty.counts(need, slice(None))
+            self.alone[need, zone] = int(counts[self.draft.free.mask(need.kinds, zone)].sum())
+        return self.alone[need, zone] >= job.min_workers
 
 
 def _down(tier: Tier) -> Tier:

@@ -6,7 +6,7 @@ next piece of all hulls is the best use of the next workers, and a heap finds it
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.place.cluster import Queued, Rate
@@ -38,8 +38,6 @@ class Member:
     """An elastic job whose size is to be chosen. `speeds` are workers -> speed, in those of one worker."""
 
     job: Queued
-    smallest: int
-    largest: int
     has: int
     left_seconds: float
     worth: float
@@ -78,7 +76,7 @@ def member_of(job: Queued, largest: int, per_node: int, kind: str, urgency: floa
         left = max(job.remaining_seconds * most, 1.0)
     else:
         left = tuning.lindy * job.service_seconds + tuning.fresh_seconds
-    return Member(job, job.min_workers, largest, has, left, job.weight * left**-urgency, speeds)
+    return Member(job, has, left, job.weight * left**-urgency, speeds)
 
 
 def _linear(kind: str, workers: int, nodes: int) -> float:
@@ -96,44 +94,54 @@ def value_of(member: Member, size: int, tuning: Tuning) -> float:
     return member.worth * speed * seconds / (seconds + member.job.stop_seconds)
 
 
-def choose_sizes(
-    members: Sequence[Member], room: int, budgets: dict[str, int], tuning: Tuning = USUAL_TUNING
-) -> dict[str, int]:
-    """Workers for each job: at least the smallest for all, in this order, while there is `room`; 0 for the others.
+def admit(jobs: Iterable[Queued], room: int, budgets: dict[str, int]) -> list[Queued]:
+    """Those who can have their smallest size, in this order, while there is `room`.
 
-    `budgets` are how many workers each owner may still have; those who are not named have no limit.
+    `budgets` are how many workers each owner may have; those who are not named have no limit.
     """
+    left, admitted = dict(budgets), []
+    for job in jobs:
+        smallest = job.min_workers
+        if smallest <= room and smallest <= left.get(job.owner, smallest):
+            admitted.append(job)
+            room -= smallest
+            if job.owner in left:
+                left[job.owner] -= smallest
+    return admitted
+
+
+def choose_sizes(
+    members: Sequence[Member], room: int, budgets: Mapping[str, int], tuning: Tuning = USUAL_TUNING
+) -> dict[str, int]:
+    """Workers for each of those who were admitted to this `room` and these `budgets`: the smallest size or more."""
+    left = dict(budgets)
     sizes: dict[str, int] = {}
-    for member in members:
-        owner = member.job.owner
-        fits = member.smallest <= room and member.smallest <= budgets.get(owner, member.smallest)
-        sizes[member.job.id] = member.smallest if fits else 0
-        if fits:
-            room -= member.smallest
-            if owner in budgets:
-                budgets[owner] -= member.smallest
-    hulls = {}
+    hulls: list[list[tuple[int, float]]] = []
     heap: list[tuple[float, int, int]] = []
     for number, member in enumerate(members):
-        if sizes[member.job.id]:
-            hulls[number] = _hull([(size, value_of(member, size, tuning)) for size in sorted(member.speeds)])
-            _push(heap, number, hulls[number], 0)
+        smallest = sizes[member.job.id] = member.job.min_workers
+        room -= smallest
+        if member.job.owner in left:
+            left[member.job.owner] -= smallest
+        hulls.append(_hull([(size, value_of(member, size, tuning)) for size in sorted(member.speeds)]))
+        _push(heap, number, hulls[number], 0)
     while heap and room:
         _, number, at = heapq.heappop(heap)
         member, hull = members[number], hulls[number]
         more = hull[at + 1][0] - hull[at][0]
-        allowed = min(room, budgets.get(member.job.owner, room))
+        allowed = min(room, left.get(member.job.owner, room))
         if more > allowed:
             # What is left may still do for a smaller step of the same job.
             size, value = hull[at]
-            rest = [(k, value_of(member, k, tuning)) for k in sorted(member.speeds) if size < k <= size + allowed]
+            fits = [k for k in sorted(member.speeds) if size < k <= size + allowed]
+            rest = [(k, value_of(member, k, tuning)) for k in fits]
             hulls[number] = [*hull[: at + 1], *_hull([(size, value), *rest])[1:]]
             _push(heap, number, hulls[number], at)
             continue
         sizes[member.job.id] = hull[at + 1][0]
         room -= more
-        if member.job.owner in budgets:
-            budgets[member.job.owner] -= more
+        if member.job.owner in left:
+            left[member.job.owner] -= more
         _push(heap, number, hull, at + 1)
     return sizes
 

@@ -1,7 +1,7 @@
 """What is free on every node, as arrays that placement scans at once; whole numbers, so that nothing is lost."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,15 @@ class Need:
     whole: int
     share: int
     kinds: frozenset[str]
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Every look for room asks for it, so it is worked out once.
+        parts = (self.cores, self.memory, self.disk, self.whole, self.share, self.kinds)
+        object.__setattr__(self, "_hash", hash(parts))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def gpu(self) -> int:
@@ -81,6 +90,16 @@ class Space:
         other.kinds, other.kind = self.kinds, self.kind
         other.cores, other.memory, other.disk = self.cores.copy(), self.memory.copy(), self.disk.copy()
         other.gpu, other.whole, other.gpu_sum = self.gpu.copy(), self.whole.copy(), self.gpu_sum.copy()
+        other.changes, other.num_returns = [], 0
+        return other
+
+    def with_room(self, kind: Ints, cores: Ints, memory: Ints, disk: Ints, gpu: Ints) -> "Space":
+        """Nodes that have this room, one a row, in place of those of this space."""
+        other = object.__new__(Space)
+        other.nodes, other.index, other.num_gpus, other.tops = (), {}, (gpu > 0).sum(axis=1), self.tops
+        other.kinds, other.kind = self.kinds, kind
+        other.cores, other.memory, other.disk, other.gpu = cores, memory, disk, gpu
+        other.whole, other.gpu_sum = (gpu == MILLI).sum(axis=1), gpu.sum(axis=1)
         other.changes, other.num_returns = [], 0
         return other
 

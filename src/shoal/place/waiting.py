@@ -53,14 +53,16 @@ def estimate_starts(draft: Draft, waiting: Sequence[Queued]) -> dict[str, float]
     Counts GPUs, or cores for jobs without, in each partition, and not how they lie. Jobs behind one that nobody knows
     the length of get no time.
     """
+    if not waiting:
+        return {}
     now = draft.cluster.now
     pools: dict[tuple[str, bool], list[tuple[float, int]]] = {}
     free: dict[tuple[str, bool], int] = {}
     space = draft.free.space
-    for at, node in enumerate(space.nodes):
+    for node, cores, gpus in zip(space.nodes, space.cores.tolist(), space.gpu_sum.tolist(), strict=True):
         if not node.is_draining:
-            free[node.partition, False] = free.get((node.partition, False), 0) + int(space.cores[at])
-            free[node.partition, True] = free.get((node.partition, True), 0) + int(space.gpu_sum[at])
+            free[node.partition, False] = free.get((node.partition, False), 0) + cores
+            free[node.partition, True] = free.get((node.partition, True), 0) + gpus
     for name, held in draft.held.items():
         job, need = draft.jobs[name], draft.needs[name]
         left = seconds_left(job)

@@ -30,6 +30,7 @@ class Drive:
     dice: random.Random = field(init=False)
     now: float = 0.0
     nodes: dict[str, Node] = field(default_factory=dict)
+    all_nodes: dict[str, Node] = field(default_factory=dict)
     partitions: dict[str, Partition] = field(default_factory=dict)
     jobs: dict[str, Queued] = field(default_factory=dict)
     work: dict[str, float] = field(default_factory=dict)
@@ -53,6 +54,7 @@ class Drive:
                 holds=frozenset(pick.sample(("m1", "m2", "d1"), pick.randint(0, 2))),
             )
             self.nodes[node.name] = node
+        self.all_nodes = dict(self.nodes)
         if not self.is_mild:
             self.partitions = {
                 "default": Partition(name="default", max_workers_per_user=pick.choice((None, 6))),
@@ -67,11 +69,17 @@ class Drive:
         what = self.dice.random()
         if what < 0.45 and len(self.jobs) < 40:
             self.submit()
-        elif what < 0.85:
+        elif what < 0.80:
             self.pass_time(self.dice.choice((1.0, 20.0, 60.0, 300.0, 3000.0)))
-        elif what < 0.90 and self.jobs:
+        elif what < 0.84 and self.jobs:
             self.jobs.pop(self.dice.choice(sorted(self.jobs)))
-        elif what < 0.94:
+        elif what < 0.88:
+            self.lose_or_join()
+        elif what < 0.91:
+            self.resize()
+        elif what < 0.93:
+            self.change_quotas()
+        elif what < 0.95:
             name = self.dice.choice(sorted(self.nodes))
             self.nodes[name] = replace(self.nodes[name], is_draining=not self.nodes[name].is_draining)
         elif what < 0.98 and self.jobs:
@@ -81,6 +89,36 @@ class Drive:
         elif self.jobs:
             job = self.jobs[self.dice.choice(sorted(self.jobs))]
             self.jobs[job.id] = replace(job, priority=self.dice.randint(0, 2))
+
+    def lose_or_join(self) -> None:
+        """A node is gone, with what ran there; or one that was gone is back."""
+        gone = sorted(set(self.all_nodes) - set(self.nodes))
+        if gone and (len(self.nodes) < 2 or self.dice.random() < 0.6):
+            name = self.dice.choice(gone)
+            self.nodes[name] = self.all_nodes[name]
+        elif len(self.nodes) > 1:
+            del self.nodes[self.dice.choice(sorted(self.nodes))]
+
+    def resize(self) -> None:
+        """Somebody asks for other sizes: of a waiting job any, of a running one the largest, down to the smallest."""
+        if not self.jobs:
+            return
+        job = self.jobs[self.dice.choice(sorted(self.jobs))]
+        if not job.allocation:
+            smallest = self.dice.choice((1, 2, 4))
+            self.jobs[job.id] = replace(job, min_workers=smallest, max_workers=smallest * self.dice.choice((1, 2)))
+        elif job.is_elastic:
+            self.jobs[job.id] = replace(job, max_workers=self.dice.randint(job.min_workers, 2 * job.max_workers))
+
+    def change_quotas(self) -> None:
+        for name, rules in self.partitions.items():
+            self.partitions[name] = replace(
+                rules,
+                lends=self.dice.random() < 0.5,
+                max_workers_per_user=self.dice.choice((None, 3, 8)),
+                max_workers_per_job=self.dice.choice((None, 2, 4)),
+                max_user_share=self.dice.choice((1.0, 0.5)),
+            )
 
     def submit(self) -> None:
         pick = self.dice
@@ -194,7 +232,7 @@ def check_shape(drive: Drive, decisions: list[Decision], before: dict[str, Queue
             assert not job.allocation
         elif isinstance(decision, Place):
             assert not job.blocked_by or job.allocation, ("blocked, and started", job)
-            if job.allocation and not job.is_preemptible:
+            if job.allocation and not job.is_preemptible and not lost_nodes(drive, job):
                 assert is_resize(job, decision), ("it must not be stopped, and was moved", job, decision)
             for name, workers in decision.allocation.items():
                 if workers > job.allocation.get(name, 0):
@@ -274,22 +312,28 @@ def check_stops(drive: Drive, decisions: list[Decision], before: dict[str, Queue
             after = drive.jobs[job.id]
             if after.num_workers < job.num_workers:
                 assert job.is_elastic
-                assert starts, "made smaller for nobody"
-        if not stopped:
+                is_asked = after.num_workers >= job.max_workers
+                assert starts or is_asked or lost_nodes(drive, job), ("made smaller for nobody", job, decision)
+        if not stopped or lost_nodes(drive, job):
             continue
         assert job.is_preemptible, ("stopped what must not be stopped", job)
         higher = any(tier(other) > tier(job) for other in starts)
         owners = any(
-            drive.nodes[name].partition == other.partition != job.partition
+            drive.all_nodes[name].partition == other.partition != job.partition
             for other in starts
             for name in job.allocation
         )
         quantum = max(QUANTUM, 10 * job.stop_seconds)
-        due = job.run_seconds >= quantum * (2 ** (job.num_stops + 1) - 1)
+        due = job.run_seconds >= quantum * (2 ** (job.num_stops + 1) - 1) and drive.now - job.changed_at >= QUANTUM
         assert higher or owners or (due and starts), ("stopped for nobody", decision, job, starts)
         if not higher and not owners:
             stops = drive.peer_stops[job.id] = drive.peer_stops.get(job.id, 0) + 1
             assert stops <= math.log2(job.run_seconds / QUANTUM + 1) + 1e-9, ("stopped again and again", job)
+
+
+def lost_nodes(drive: Drive, job: Queued) -> set[str]:
+    """Nodes on which it ran and that are gone."""
+    return set(job.allocation) - set(drive.nodes)
 
 
 def check_nobody_waits_beside_room(

@@ -1,0 +1,73 @@
+"""The different ways in which nodes are full: what is worked out for one node holds for all that are alike.
+
+A large cluster has few sorts of nodes, and few things are asked for; so of ten thousand nodes only some hundreds
+differ in what they have free.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shoal.place.space import Ints, Space
+
+State = tuple[int, ...]
+"""Kind, cores, memory, disk, then the GPUs from the fullest to the emptiest: all that placement looks at."""
+
+FEW = 64
+
+
+@dataclass(slots=True)
+class States:
+    """Numbers for states, shared by all spaces over the same nodes. A number never changes its meaning."""
+
+    numbers: dict[State, int] = field(default_factory=dict)
+    listed: list[State] = field(default_factory=list)
+
+    def number(self, state: State) -> int:
+        found = self.numbers.get(state)
+        if found is None:
+            found = self.numbers[state] = len(self.listed)
+            self.listed.append(state)
+        return found
+
+    def room(self, like: Space, first: int) -> Space:
+        """A space whose nodes are the states from `first` on."""
+        table = np.array(self.listed[first:], np.int64)
+        return like.with_room(table[:, 0], table[:, 1], table[:, 2], table[:, 3], table[:, 4:])
+
+
+@dataclass(slots=True)
+class Numbered:
+    """The number of every node's state in one space, brought up to date by what changed there."""
+
+    space: Space
+    states: States
+    numbers: Ints | None = None
+    seen: int = 0
+
+    def now(self) -> Ints:
+        space = self.space
+        if self.numbers is None:
+            self.numbers = np.zeros(len(space.nodes), np.int64)
+            self._renew(np.arange(len(space.nodes)))
+        elif self.seen < len(space.changes):
+            changed = set(space.changes[self.seen :])
+            if len(changed) <= FEW:
+                for at in changed:
+                    self.numbers[at] = self.states.number(self._state(at))
+            else:
+                self._renew(np.array(sorted(changed), np.int64))
+        self.seen = len(space.changes)
+        return self.numbers
+
+    def _state(self, at: int) -> State:
+        space = self.space
+        gpus = sorted(space.gpu[at].tolist())
+        return int(space.kind[at]), int(space.cores[at]), int(space.memory[at]), int(space.disk[at]), *gpus
+
+    def _renew(self, at: Ints) -> None:
+        assert self.numbers is not None
+        space = self.space
+        parts = (space.kind[at], space.cores[at], space.memory[at], space.disk[at], np.sort(space.gpu[at], axis=1))
+        rows = np.column_stack(parts).tolist()
+        self.numbers[at] = [self.states.number(tuple(row)) for row in rows]
