@@ -49,7 +49,7 @@ Devices = Mapping[str, tuple[int, ...]]
 """Node name -> the numbers of the GPUs that its workers there have, worker by worker."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Queued:
     """A job that is not over, as policies see it.
 
@@ -94,6 +94,13 @@ class Queued:
     @property
     def num_workers(self) -> int:
         return sum(self.allocation.values())
+
+    def having(self, **changes: object) -> "Queued":
+        """What `dataclasses.replace` gives, in a tenth of its time: a simulation makes one for each job and round."""
+        other = object.__new__(Queued)
+        other.__dict__.update(self.__dict__)
+        other.__dict__.update(changes)
+        return other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Clusters as people write them: `16x4:t4`, several joined by `+`, or a TOML or JSON file that lists nodes."""
+"""Clusters as people write them: `16x4:t4`, several joined by `+`, or a file (TOML, JSON, openb's CSV)."""
 
 import json
 import re
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.place.cluster import Node
+from shoal.place.traces.openb import read_nodes
 from shoal.spec.errors import UserError
 
 FORM = re.compile(r"(\d+)x(\d+)(?::([\w.-]+))?")
@@ -17,8 +18,11 @@ GIB = 2**30
 def read_cluster(text: str) -> tuple[Node, ...]:
     """Nodes of a cluster: `COUNTxGPUS[:KIND]`, such as `16x4:t4+2x8:a100`, or the path of a file.
 
-    The file has `nodes`, a list of tables with `count`, `gpus`, `cores`, `memory_gib`, `kind`, `partition`, `name`.
+    The file has `nodes`, a list of tables with `count`, `gpus`, `cores`, `memory_gib`, `kind`, `partition`, `name`;
+    or it is a node list of openb.
     """
+    if Path(text).suffix == ".csv":
+        return _checked(list(read_nodes(Path(text))), text)
     if Path(text).suffix in (".toml", ".json"):
         return _read_file(Path(text))
     nodes: list[Node] = []

@@ -6,8 +6,8 @@ a `Work` says how far it gets. Nothing is random, so the same input gives the sa
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from shoal.place.cluster import Allocation, Cluster, Devices, Node, Partition, Queued
@@ -108,8 +108,7 @@ class _Live:
     num_stops: int = 0
 
     def view(self) -> Queued:
-        return replace(
-            self.work.seen(),
+        return self.work.seen().having(
             allocation=self.allocation,
             devices=self.devices,
             changed_at=self.changed_at,
@@ -159,6 +158,7 @@ class Simulation:
         self.policy, self.setting, self.clock = policy, setting, clock
         self.nodes = {node.name: node for node in setting.nodes}
         coming = [(job.seen(), job) for job in work]
+        _check_kinds([seen for seen, _ in coming], {node.kind for node in setting.nodes})
         self.coming = [(seen.submitted_at, number, _Live(job, seen)) for number, (seen, job) in enumerate(coming)]
         heapq.heapify(self.coming)
         self.num_jobs = len(self.coming)
@@ -168,6 +168,7 @@ class Simulation:
         self.outcomes: list[Outcome] = []
         self.moments: list[Moment] = []
         self.decision_seconds: list[float] = []
+        self.has_kinds = len({node.kind for node in setting.nodes}) > 1
         self.uses_gpus = any(seen.ask.gpus for seen, _ in coming)
         self.capacity = sum(node.gpus if self.uses_gpus else node.cores for node in setting.nodes)
         self.now = setting.since
@@ -198,7 +199,8 @@ class Simulation:
         num_ended = self._pass(seconds)
         num_came = self._admit()
         is_quiet = not num_came and not num_ended
-        if self.live and not (is_quiet and self.now - self.decided_at < self.setting.quiet_rounds * seconds):
+        is_early = self.now - self.decided_at < self.setting.quiet_rounds * seconds
+        if self.live and not (is_quiet and (is_early or self._is_settled())):
             self._decide()
         self._look()
 
@@ -250,6 +252,12 @@ class Simulation:
         if decisions and not self.running and not self.coming and self.now - self._last_news() > MAX_IDLE_SECONDS:
             raise stuck(decisions, self.live)
 
+    def _is_settled(self) -> bool:
+        """Whether all jobs run, none changes its size, and there is no other kind of node: nothing to decide."""
+        if len(self.running) < len(self.live) or self.has_kinds:
+            return False
+        return not any(live.base.is_elastic for live in self.running.values())
+
     def _last_news(self) -> float:
         came = max((live.base.submitted_at for live in self.live.values()), default=0.0)
         return max([came, *(outcome.ended_at or 0.0 for outcome in self.outcomes[-1:])])
@@ -284,6 +292,17 @@ class Simulation:
                 num_waiting=len(self.live) - len(self.running),
             )
         )
+
+
+def _check_kinds(jobs: Iterable[Queued], kinds: Collection[str]) -> None:
+    """Every job of a known speed gets something done on some kind of node."""
+    for job in jobs:
+        if job.rate is not None and not any(job.rate(kind, job.min_workers, 1) > 0 for kind in kinds):
+            raise UserError(
+                f"{job.id} gets nothing done on any node of this cluster.",
+                why=f"its nodes are of the kinds {', '.join(sorted(kinds))}, and on those it was never measured",
+                hint="give the cluster nodes of a kind that the trace knows, such as --cluster 9x4:v100",
+            )
 
 
 def stuck(decisions: Sequence[Decision], live: Mapping[str, object]) -> UserError:

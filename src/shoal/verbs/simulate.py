@@ -14,6 +14,7 @@ from shoal.place.policies import POLICIES
 from shoal.place.report import summarize
 from shoal.place.simulate import Result, Setting, simulate
 from shoal.place.traces.opening import KNOWLEDGE, read_trace
+from shoal.service.settings import Settings, apply_limits, parse_settings
 from shoal.spec.errors import UserError
 from shoal.verb_parser import Parser, unknown
 
@@ -28,35 +29,59 @@ def main(argv: list[str]) -> int:
         "TRACE --policy P --cluster 16x4:t4 [--json] [--plot FILE]",
     )
     parser.add_argument("trace", metavar="TRACE", help="CSV or JSON; docs/scheduling.md says which forms are known")
-    parser.add_argument("--policy", default="goodput", help=f"one of {', '.join(POLICIES)} (default: goodput)")
+    parser.add_argument("--policy", help=f"one of {', '.join(POLICIES)} (default: that of --settings, else goodput)")
     parser.add_argument("--cluster", default="16x4:t4", help="COUNTxGPUS:KIND, several joined by +, or a file")
+    parser.add_argument("--settings", metavar="FILE", help="a service.toml: policy, partitions, shares, nodes")
     parser.add_argument("--round", type=float, default=60.0, metavar="SECONDS", help="from decision to decision (60)")
     parser.add_argument("--know", default="known", help=f"what is known of lengths: {', '.join(KNOWLEDGE)} (known)")
     parser.add_argument("--profiles", metavar="DIR", help="of Pollux's applications (default: beside its workloads)")
+    parser.add_argument("--throughputs", metavar="FILE", help="of Gavel's or Shockwave's jobs (default: beside)")
+    parser.add_argument("--skip-unmeasured", action="store_true", help="leave out jobs that this table does not know")
     parser.add_argument("--plot", metavar="FILE", help="write an SVG: GPUs in use, the queue, completion times")
     parser.add_argument("--json", action="store_true", help="as JSON, job by job")
     options = parser.parse_args(argv)
-    if options.policy not in POLICIES:
-        raise unknown(options.policy, "policy", POLICIES, f"there are {', '.join(POLICIES)}")
+    settings = _settings(Path(options.settings)) if options.settings else Settings()
+    policy = options.policy or (settings.policy if options.settings else "goodput")
+    if policy not in POLICIES:
+        raise unknown(policy, "policy", POLICIES, f"there are {', '.join(POLICIES)}")
     if options.know not in KNOWLEDGE:
         raise unknown(options.know, "kind of knowledge", KNOWLEDGE, f"there are {', '.join(KNOWLEDGE)}")
-    nodes = read_cluster(options.cluster)
-    work = read_trace(
-        Path(options.trace), profiles=Path(options.profiles) if options.profiles else None, knowledge=options.know
+    setting = Setting(
+        nodes=tuple(
+            apply_limits(node, settings, {}) if node.name in settings.nodes else node
+            for node in read_cluster(options.cluster)
+        ),
+        round_seconds=options.round,
+        partitions=settings.partitions,
+        shares=settings.shares,
     )
-    setting = Setting(nodes=nodes, round_seconds=options.round)
-    result = simulate(work, POLICIES[options.policy], setting, clock=time.perf_counter, on_round=_progress())
+    work = read_trace(
+        Path(options.trace),
+        profiles=Path(options.profiles) if options.profiles else None,
+        throughputs=Path(options.throughputs) if options.throughputs else None,
+        knowledge=options.know,
+        skips_unmeasured=options.skip_unmeasured,
+    )
+    result = simulate(work, POLICIES[policy], setting, clock=time.perf_counter, on_round=_progress())
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
-    facts = {"policy": options.policy, "cluster": options.cluster, **summarize(result)}
+    facts = {"policy": policy, "cluster": options.cluster, **summarize(result)}
     if options.plot:
-        _write(Path(options.plot), picture(result, f"{Path(options.trace).name}, {options.policy}"))
+        _write(Path(options.plot), picture(result, f"{Path(options.trace).name}, {policy}"))
     if options.json:
         jobs = [{**_fields(outcome), "jct_seconds": outcome.jct_seconds} for outcome in result.outcomes]
         sys.stdout.write(json.dumps({**facts, "jobs": jobs}) + "\n")
     else:
         sys.stdout.write(_told(facts))
     return 0
+
+
+def _settings(path: Path) -> Settings:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read.", why=str(error)) from None
+    return parse_settings(text, str(path), lambda: POLICIES)
 
 
 def _fields(outcome: Any) -> dict[str, Any]:

@@ -86,3 +86,59 @@ def test_a_published_job_takes_as_long_as_published():
         float(row[4]) for row in rows if row[:4] == ["jobload-1.0", "tiresias", "workload-6", "cifar10-0"]
     )
     assert result.outcomes[0].jct_seconds == expected
+
+
+@needs_data
+@pytest.mark.parametrize(
+    ("trace", "cluster", "more"),
+    [
+        ("gavel-osdi20/physical_cluster/small_test.trace", "1x4:v100+1x4:k80", []),
+        ("gavel-osdi20/msr-seed0/11cb48.trace", "9x4:v100", ["--skip-unmeasured", "--round", "86400"]),
+        ("shockwave-nsdi23/trace-120jobs.trace", "8x4:v100", ["--round", "3600"]),
+        ("tiresias-nsdi19/60_job.csv", "8x8:gpu", []),
+    ],
+)
+def test_published_traces_are_simulated_as_they_are(capsys, trace, cluster, more):
+    assert main([str(DATA / trace), "--policy", "las", "--cluster", cluster, "--json", *more]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["num_ended"] == facts["num_jobs"] > 0
+
+
+def test_a_trace_of_steps_needs_its_table_and_nodes_of_its_kinds(tmp_path):
+    line = "LM (batch size 5)\t\t\t\t1\t600\t1\t1\t-1\t0\n"
+    (tmp_path / "set").mkdir()
+    trace = written(tmp_path / "set", line, "a.trace")
+    with pytest.raises(UserError, match="does not say how fast"):
+        main([str(trace)])
+    table = '{"v100": {"(\'LM (batch size 5)\', 1)": {"null": 2.0}}}'
+    written(tmp_path, table, "set_throughputs.json")
+    written(tmp_path, table, "other_throughputs.json")
+    with pytest.raises(UserError, match="gets nothing done on any node"):
+        main([str(trace), "--cluster", "1x1:t4"])
+    assert main([str(trace), "--cluster", "1x1:v100"]) == 0
+    written(tmp_path / "set", line.replace("LM", "GAN"), "b.trace")
+    with pytest.raises(UserError, match="no throughput of 'GAN"):
+        main([str(tmp_path / "set" / "b.trace"), "--cluster", "1x1:v100"])
+
+
+def test_lists_of_pods_and_nodes_are_a_trace_and_a_cluster(tmp_path, capsys):
+    columns = "name,cpu_milli,memory_mib,num_gpu,gpu_milli,gpu_spec,qos,pod_phase"
+    columns += ",creation_time,deletion_time,scheduled_time\n"
+    rows = "a,4000,1024,1,500,,LS,Succeeded,0,100,10\nb,4000,1024,1,500,P100,LS,Pending,0,40,\n"
+    pods = written(tmp_path, columns + rows, "pods.csv")
+    nodes = written(tmp_path, "sn,cpu_milli,memory_mib,gpu,model\nn0,8000,4096,1,P100\n", "nodes.csv")
+    assert main([str(pods), "--cluster", str(nodes), "--policy", "fifo", "--round", "5", "--json"]) == 0
+    jobs = {job["job"]: job for job in json.loads(capsys.readouterr().out)["jobs"]}
+    assert (jobs["a"]["run_seconds"], jobs["b"]["run_seconds"]) == (90.0, 40.0)
+
+
+def test_the_settings_of_a_service_hold_in_a_simulation(tmp_path, capsys):
+    trace = written(tmp_path, "id,submitted_at,seconds,gpus,owner\na,0,60,1,ann\nb,0,60,1,ann\n")
+    text = 'policy = "las"\n[partitions.default]\nmax_workers_per_user = 1\n'
+    settings = written(tmp_path, text, "service.toml")
+    assert main([str(trace), "--cluster", "1x4", "--settings", str(settings), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["policy"] == "las"
+    assert sorted(job["ended_at"] for job in facts["jobs"])[1] > 100
+    with pytest.raises(UserError, match=r"service\.toml"):
+        main([str(trace), "--settings", str(written(tmp_path, "polcy = 1\n", "service.toml"))])

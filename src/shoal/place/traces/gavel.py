@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.place.cluster import Allocation, Ask, Node, Queued
@@ -66,7 +66,7 @@ class StepsWork:
         self.best = max(self.speeds.values())
 
     def seen(self) -> Queued:
-        return replace(self.queued, remaining_seconds=self.left / self.best) if self.is_length_known else self.queued
+        return self.queued.having(remaining_seconds=self.left / self.best) if self.is_length_known else self.queued
 
     def place(self, allocation: Allocation, nodes: Mapping[str, Node]) -> None:
         # All workers wait for the slowest.
@@ -147,7 +147,11 @@ def read_tabbed(path: Path, forms: Sequence[int]) -> list[Row]:
 def speeds_for(row: Row, table: Throughputs, job_type: str, workers: int) -> dict[str, float]:
     speeds = table.speeds(job_type, workers)
     if max(speeds.values(), default=0.0) <= 0:
-        raise row.error("type", f"{table.path} has no throughput of {job_type!r} with {workers} workers")
+        raise UserError(
+            f"{row.path}, line {row.line}, column 'type': no throughput of {job_type!r} with {workers} workers.",
+            why=f"{table.path} has none",
+            hint="`shoal simulate --skip-unmeasured` leaves such jobs out; --throughputs names another table",
+        )
     return speeds
 
 

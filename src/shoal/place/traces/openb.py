@@ -4,12 +4,14 @@ import csv
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from shoal.place.cluster import Ask, Node
+from shoal.place.cluster import Ask, Node, Queued
+from shoal.place.traces.plain import PlainWork
 from shoal.spec.errors import UserError
 
 MIB = 2**20
 NODE_COLUMNS = ("sn", "cpu_milli", "memory_mib", "gpu", "model")
 POD_COLUMNS = ("name", "cpu_milli", "memory_mib", "num_gpu", "gpu_milli", "gpu_spec")
+TIME_COLUMNS = ("creation_time", "deletion_time", "scheduled_time")
 
 
 def read_nodes(path: Path) -> tuple[Node, ...]:
@@ -28,27 +30,36 @@ def read_nodes(path: Path) -> tuple[Node, ...]:
 
 def read_pods(path: Path) -> tuple[Ask, ...]:
     """What each pod of a list asks for, in the order of the file. Every pod is one worker."""
-    asks = []
-    for row, number in _rows(path, POD_COLUMNS):
-        gpus, milli = number("num_gpu"), number("gpu_milli")
-        if gpus and not 0 < milli <= 1000:
-            raise UserError(
-                f"{path}: pod {row['name']} asks for {milli} thousandths of a GPU; 1 to 1000 are possible."
-            )
-        if gpus > 1 and milli != 1000:
-            raise UserError(
-                f"{path}: pod {row['name']} asks for shares of {gpus} GPUs.",
-                why="a worker has a share of one GPU, or whole ones",
-            )
-        asks.append(
-            Ask(
-                cores=number("cpu_milli") / 1000,
-                memory_bytes=number("memory_mib") * MIB,
-                gpus=gpus if milli == 1000 else gpus * milli / 1000,
-                kinds=frozenset(kind for kind in row["gpu_spec"].split("|") if kind),
-            )
+    return tuple(_ask(path, row, number) for row, number in _rows(path, POD_COLUMNS))
+
+
+def read_pod_jobs(path: Path, *, is_length_known: bool = True) -> list[PlainWork]:
+    """The pods of a list as jobs of one worker, each as long as its pod ran: until it was deleted."""
+    work = []
+    for row, number in _rows(path, (*POD_COLUMNS, *TIME_COLUMNS)):
+        came = number("creation_time")
+        # Pods that never got a node were deleted while they waited; so long they are said to take.
+        began = number("scheduled_time") if row["scheduled_time"] else came
+        queued = Queued(id=row["name"], ask=_ask(path, row, number), submitted_at=float(came))
+        work.append(PlainWork(queued, max(number("deletion_time") - began, 1.0), 1, is_length_known))
+    return work
+
+
+def _ask(path: Path, row: Mapping[str, str], number: Callable[[str], int]) -> Ask:
+    gpus, milli = number("num_gpu"), number("gpu_milli")
+    if gpus and not 0 < milli <= 1000:
+        raise UserError(f"{path}: pod {row['name']} asks for {milli} thousandths of a GPU; 1 to 1000 are possible.")
+    if gpus > 1 and milli != 1000:
+        raise UserError(
+            f"{path}: pod {row['name']} asks for shares of {gpus} GPUs.",
+            why="a worker has a share of one GPU, or whole ones",
         )
-    return tuple(asks)
+    return Ask(
+        cores=number("cpu_milli") / 1000,
+        memory_bytes=number("memory_mib") * MIB,
+        gpus=gpus if milli == 1000 else gpus * milli / 1000,
+        kinds=frozenset(kind for kind in row["gpu_spec"].split("|") if kind),
+    )
 
 
 def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[Mapping[str, str], Callable[[str], int]]]:

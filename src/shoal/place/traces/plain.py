@@ -1,7 +1,7 @@
 """Our own trace format (docs/scheduling.md), and what its jobs do: a known amount of work at a known speed."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.place.cluster import CLASSES, Allocation, Ask, Node, Queued
@@ -43,7 +43,7 @@ class PlainWork:
     def seen(self) -> Queued:
         if not self.is_length_known:
             return self.queued
-        return replace(self.queued, remaining_seconds=self.left / self.rate("", self.queued.max_workers, 1))
+        return self.queued.having(remaining_seconds=self.left / self.rate("", self.queued.max_workers, 1))
 
     def place(self, allocation: Allocation, nodes: Mapping[str, Node]) -> None:
         self.workers = sum(allocation.values())

@@ -111,11 +111,11 @@ class PolluxWork:
         left = self._left()
         if self._is_fixed:
             speed = self._fixed_speed()
-            return self._base if left is None or not speed else replace(self._base, remaining_seconds=left / speed)
+            return self._base if left is None or not speed else self._base.having(remaining_seconds=left / speed)
         most, rate = self.most_workers, self.rate()
         if left is not None and rate is not None:
             left *= self.application.initial_batch / rate(KIND, most, -(-most // 4))
-        return replace(self._base, max_workers=most, rate=rate, remaining_seconds=left if rate is not None else None)
+        return self._base.having(max_workers=most, rate=rate, remaining_seconds=left if rate is not None else None)
 
     def _left(self) -> float | None:
         """How much progress is left, as far as that can be known."""

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.place.cluster import Allocation, Node, Queued
@@ -126,8 +126,8 @@ class EpochsWork:
         self.speed = self._speed(self.first) or 0.0
 
     def seen(self) -> Queued:
-        job = replace(self.queued, rate=Speeds({KIND: self.speed}))
-        return replace(job, remaining_seconds=(self.steps - self.done) / self.speed) if self.is_length_known else job
+        job = self.queued.having(rate=Speeds({KIND: self.speed}))
+        return job.having(remaining_seconds=(self.steps - self.done) / self.speed) if self.is_length_known else job
 
     def place(self, allocation: Allocation, nodes: Mapping[str, Node]) -> None:
         # A change of place counts too; in the original only a job that did not run before pauses.
