@@ -1,4 +1,7 @@
-"""How long a decision takes, placement included: every policy, a small busy cluster and 10,000 nodes and jobs."""
+"""How long a decision takes, placement included: every policy, a small busy cluster and 10,000 nodes and jobs.
+
+Three in ten jobs are elastic, with models of their speed fitted to observations, as the service has them.
+"""
 
 import random
 import time
@@ -7,9 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.harness import check, say, summarize
+from shoal.place.batching import Batching, LearnedRate
 from shoal.place.cluster import CLASSES, Ask, Cluster, Node, Queued
 from shoal.place.decision import Place
 from shoal.place.policies import POLICIES, Policy
+from shoal.place.throughput import Observation, fit
 
 GIB = 2**30
 NEEDS = tuple(
@@ -23,6 +28,28 @@ SIZES = {"64 GPUs, 160 jobs": (16, 4, 160, 200), "10,000 nodes, 10,000 jobs": (1
 """Nodes, GPUs on each, jobs, and how many decisions are timed."""
 
 
+NUM_MODELS = 50
+
+
+def models(dice: random.Random) -> list[LearnedRate]:
+    """Models of jobs that were seen on 1, 2, 4 and 16 workers: from those that scale well to those that hardly do."""
+    found = []
+    for _ in range(NUM_MODELS):
+        work, talk = dice.uniform(0.05, 0.5), dice.uniform(0.001, 0.1)
+        seen = [
+            Observation(
+                nodes=nodes, workers=workers, micro_batch=32.0, kind=kind,
+                step_seconds=slow * work + (talk * workers**0.5 if workers > 1 else 0.0),
+            )
+            for kind, slow in (("a", 1.0), ("b", 1.7))
+            for nodes, workers in ((1, 1), (1, 2), (1, 4), (4, 16))
+        ]  # fmt: skip
+        noise = dice.uniform(100.0, 5000.0)
+        batching = Batching(initial=128.0, largest=4096.0, largest_micro=64.0, noise=noise)
+        found.append(LearnedRate(throughput=fit(seen), batching=batching).ready("a").ready("b"))
+    return found
+
+
 def busy_cluster(num_nodes: int, gpus: int, num_jobs: int, policy: Policy, seed: int) -> Cluster:
     """A cluster in which the first 70 % of the jobs have been placed, and the rest has just come."""
     dice = random.Random(seed)
@@ -30,24 +57,27 @@ def busy_cluster(num_nodes: int, gpus: int, num_jobs: int, policy: Policy, seed:
         Node(name=f"n{at}", kind="ab"[at % 2], cores=12.0 * gpus, memory_bytes=48 * gpus * GIB, gpus=gpus)
         for at in range(num_nodes)
     )
-    jobs = [_job(number, dice) for number in range(num_jobs)]
+    rates = models(dice)
+    jobs = [_job(number, dice, rates) for number in range(num_jobs)]
     cluster = Cluster(now=10_000.0, nodes=nodes, jobs=tuple(jobs[: num_jobs * 7 // 10]))
     return replace(cluster, jobs=_follow(cluster, policy) + tuple(jobs[num_jobs * 7 // 10 :]))
 
 
-def _job(number: int, dice: random.Random) -> Queued:
+def _job(number: int, dice: random.Random, rates: Sequence[LearnedRate]) -> Queued:
     fewest = dice.choice((1, 1, 1, 2, 4))
+    is_elastic = dice.random() < 0.3
     return Queued(
         id=f"j{number}",
         ask=dice.choice(NEEDS),
         min_workers=fewest,
-        max_workers=fewest * dice.choice((1, 1, 2)),
+        max_workers=fewest * (dice.choice((2, 4, 8)) if is_elastic else 1),
         owner=f"u{dice.randrange(40)}",
         account=f"lab{dice.randrange(5)}/u{dice.randrange(40)}",
         job_class=dice.choice(CLASSES),
         submitted_at=float(number % 9000),
         remaining_seconds=dice.expovariate(1 / 3600),
-        is_elastic=dice.random() < 0.3,
+        is_elastic=is_elastic,
+        rate=dice.choice(rates) if is_elastic else None,
     )
 
 
