@@ -16,7 +16,7 @@ from shoal.engine.nursery import num_at_start, wants_spare
 from shoal.engine.signals import StopSignals, grace_of
 from shoal.engine.story import as_error, tell_failures
 from shoal.files import mask
-from shoal.observe.folder import RunFolder, claim, create, newest_step, read_facts
+from shoal.observe.folder import RunFolder, claim, create, local_folder, newest_step, read_facts
 from shoal.spec.errors import ShoalError, UserError
 from shoal.spec.job import Job
 from shoal.train.mesh import check_share, make_mesh
@@ -259,7 +259,7 @@ def open_folder(job: Job, keep: Keep) -> RunFolder:
         from random import SystemRandom
 
         return create(home, job.script or job.module or "run", facts, now, SystemRandom())
-    path = keep.dir if keep.dir is not None else os.path.join(home, "runs", keep.name or "")
+    path = local_folder(keep.dir if keep.dir is not None else os.path.join(home, "runs", keep.name or ""))
     if not keep.is_resumed:
         _check_unused(path)
     folder = claim(path, facts, now, is_new=not keep.is_resumed)

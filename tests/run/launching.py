@@ -117,3 +117,15 @@ def box(tmp_path: Path) -> Iterator[Box]:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
     assert not left, "processes stayed behind"
+
+
+def small_cluster(box: Box) -> None:
+    """Executors of Spark's `local-cluster` keep their files under SPARK_HOME: give it one of its own."""
+    import pyspark
+
+    home = box.folder / "spark"
+    home.mkdir()
+    for part in Path(pyspark.__file__).parent.iterdir():
+        if part.name != "work":
+            (home / part.name).symlink_to(part)
+    box.env["SPARK_HOME"] = str(home)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
+from shoal.files import is_url, locate, mask
 from shoal.observe.clean import clean
 from shoal.observe.lines import open_file
 from shoal.spec.errors import UserError
@@ -81,7 +82,7 @@ def claim(path: str, facts: Mapping[str, Any], now: float, *, is_new: bool = Fal
     UserError where another live run holds the folder, where `is_new` and an earlier run left checkpoints in it, or
     where the disk refuses.
     """
-    path = os.path.abspath(path)
+    path = local_folder(path)
     try:
         os.makedirs(os.path.join(path, "logs"), exist_ok=True)
         lock_fd = os.open(os.path.join(path, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -104,6 +105,20 @@ def claim(path: str, facts: Mapping[str, Any], now: float, *, is_new: bool = Fal
     except BaseException:
         os.close(lock_fd)
         raise
+
+
+def local_folder(where: str) -> str:
+    """The path of a run folder. Raises UserError for a URL, unless it is that of a file on this machine."""
+    place = locate(where) if where.startswith("file://") else where
+    if not is_url(place):
+        return os.path.abspath(place)
+    url = mask(where)
+    raise UserError(
+        f"A run folder cannot be at a URL: {url}",
+        why="journal, logs and metrics are appended to while the run goes on, which a store cannot do",
+        hint=f"keep the folder on this machine and put checkpoints there: `-o checkpoint_dir={url}`, or "
+        "`checkpoint_dir=` in a script",
+    )
 
 
 def _lock(lock_fd: int, path: str) -> None:
