@@ -31,6 +31,8 @@ pytestmark = [
 JOBS = str(Path(__file__).with_name("elastic_jobs.py"))
 SECONDS = 300.0
 PORT = 7077
+WAIT = "engine.spark.scheduler.maxRegisteredResourcesWaitingTime=4min"
+"""Executors of a busy machine need longer than the ten seconds that they get."""
 _AS_HOST = 'hostname "$1"; mount --bind "$2" /etc/hosts; shift 2; exec "$@"'
 
 
@@ -79,7 +81,7 @@ class Cluster:
 
     def shoal_run(self, size: str, *args: str) -> "subprocess.Popen[str]":
         # Hosts of this rig share a machine, so that workers could share memory.
-        options = ("-o", "transport=tcp", "--threads", "1", "--name", "r")
+        options = ("-o", "transport=tcp", "--threads", "1", "--name", "r", "-o", WAIT)
         where = (
             "--engine",
             "spark",
