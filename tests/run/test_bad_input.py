@@ -137,7 +137,6 @@ COMMANDS = {
     "-n 2:many good.py": "-n '2:many' is not a range.",
     "-n 100000 good.py": "100000 workers do not fit into memory.",
     "--log-dir /proc/nowhere good.py": "Cannot use /proc/nowhere as a run folder.",
-    "--log-dir s3://bucket/run good.py": "A run folder cannot be at a URL: s3://bucket/run",
     "--nun-workers 2 good.py": "There is no option '--nun-workers'.",
     "-n 2 -o max_nrom=1 good.py": "There is no setting 'max_nrom' to override with -o.",
     "-n 2 -o batch_size=abc good.py": "batch_size='abc' does not work.",

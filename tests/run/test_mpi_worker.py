@@ -349,9 +349,10 @@ class TestSlurm:
             box.wait_for(lambda: '"run_ended"' in journal.read_text(), 150)
         assert worlds()[-1] == 1
         folder = box.home / "runs" / "sum" / "logs"
-        assert sorted((folder / f"{rank}.log").read_text() for rank in range(2)) == [
-            "sum 3.0 0 1 0 2 eth0\n",
-            "sum 3.0 0 1 1 2 eth0\n",
+        # Before it torch may say that it knows no name for an address.
+        assert sorted((folder / f"{rank}.log").read_text().splitlines()[-1] for rank in range(2)) == [
+            "sum 3.0 0 1 0 2 eth0",
+            "sum 3.0 0 1 1 2 eth0",
         ]
         assert "lost shoal1" in told()
         ending = re.search(r"^ended (.*)$", (box.home / "runs" / "r" / "logs" / "0.log").read_text(), re.MULTILINE)

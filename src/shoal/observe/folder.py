@@ -18,6 +18,8 @@ from shoal.spec.errors import UserError
 if TYPE_CHECKING:
     from random import Random
 
+COPIED = "copied.json"
+"""In the copy of a run folder: when its launcher has put it there last."""
 _LOCK_TRIES = 15
 _LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"  # no l, o, 0, 1: people read these aloud
 
@@ -109,15 +111,16 @@ def claim(path: str, facts: Mapping[str, Any], now: float, *, is_new: bool = Fal
 
 def local_folder(where: str) -> str:
     """The path of a run folder. Raises UserError for a URL, unless it is that of a file on this machine."""
-    place = locate(where) if where.startswith("file://") else where
-    if not is_url(place):
-        return os.path.abspath(place)
+    if where.startswith("file://"):
+        where = str(locate(where))
+    if not is_url(where):
+        return os.path.abspath(where)
     url = mask(where)
     raise UserError(
-        f"A run folder cannot be at a URL: {url}",
-        why="journal, logs and metrics are appended to while the run goes on, which a store cannot do",
-        hint=f"keep the folder on this machine and put checkpoints there: `-o checkpoint_dir={url}`, or "
-        "`checkpoint_dir=` in a script",
+        f"This run folder cannot be at a URL: {url}",
+        why="it is appended to while the run goes on, which a store cannot do, and nobody here brings it there",
+        hint=f"start the script with `shoal run --log-dir {url}`, or keep the folder on this machine and put "
+        "checkpoints there: `checkpoint_dir=`",
     )
 
 

@@ -42,7 +42,7 @@ RUN_OPTIONS: Options = (
     (("--master",), {"metavar": "URL", "help": "the Spark master"}),
     (("--threads",), {"metavar": "N", "help": "threads of each worker (default: cores / workers)"}),
     (("--framework",), {"metavar": "NAME", "default": "torch", "help": "torch (the default), tensorflow or jax"}),
-    (("--log-dir",), {"metavar": "DIR", "help": "the run folder (default: ~/.shoal/runs/NAME)"}),
+    (("--log-dir",), {"metavar": "DIR|URL", "help": "the run folder (default: ~/.shoal/runs/NAME)"}),
     (("--name",), {"metavar": "NAME", "help": "name of the run (default: made of time and script)"}),
     (("--resume",), {"metavar": "RUN", "help": "go on with a run, in its folder; SCRIPT may be left out"}),
     (("-o", "--option"), {"metavar": "K=V", "action": "append", "help": "an option of shoal; may be repeated"}),
@@ -170,11 +170,19 @@ def _here() -> str:
 
 def _find_resumed(options: argparse.Namespace) -> "RunInfo":
     from shoal.engine.env import shoal_home
+    from shoal.files import is_url, mask
     from shoal.observe.runs import find_run
 
     if options.log_dir or options.name:
         raise UserError("--resume goes on in the folder of that run.", hint="leave --log-dir and --name out")
-    return find_run(shoal_home(), options.resume)
+    run = find_run(shoal_home(), options.resume)
+    if is_url(options.resume) and run.status == "running":
+        raise UserError(
+            f"{mask(options.resume)} is a run that goes on, on {run.host}.",
+            why="its launcher has brought the run folder up to date within the last minute",
+            hint="wait until it has ended. If its machine is lost, try again in a minute",
+        )
+    return run
 
 
 def check_name(options: argparse.Namespace) -> str | None:
