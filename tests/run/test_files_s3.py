@@ -402,7 +402,8 @@ import os, time, torch, shoal
 
 model = torch.nn.Linear(2, 1)
 loss = lambda model, batch: model(batch[0]).square().mean()
-with shoal.Trainer(model, loss, torch.optim.SGD(model.parameters(), 0.1), (torch.ones(64, 2),), batch_size=8) as trainer:
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+with shoal.Trainer(model, loss, optimizer, (torch.ones(64, 2),), batch_size=8) as trainer:
     while not os.path.exists("finish"):
         trainer.fit(steps=1)
         time.sleep(0.05)
