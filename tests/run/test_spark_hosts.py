@@ -156,26 +156,31 @@ def test_a_trainer_comes_to_the_same_and_goes_on_without_a_host(cluster: Cluster
     run = cluster.shoal_run("1:2", "--env", "ELASTIC_PAUSE=0.2", "--env", "ELASTIC_WANTED=2", JOBS, "long")
     try:
         deadline = time.monotonic() + SECONDS
-        while not [event for event in journal(box) if event["kind"] == "checkpoint_saved"]:
+        while sizes(box)[-1:] != [2] or not of_kind(box, "checkpoint_saved"):
             assert run.poll() is None, run.communicate()[0]
             assert time.monotonic() < deadline, "it did not begin"
             time.sleep(0.1)
-        assert [len(event["data"]["members"]) for event in journal(box) if event["kind"] == "world"][-1] == 2
         cluster.kill(2)
         said = run.communicate(timeout=SECONDS)[0]
     finally:
         run.kill()
         run.communicate()
     assert run.returncode == 0, said
-    assert [len(event["data"]["members"]) for event in journal(box) if event["kind"] == "world"] == [2, 1]
+    assert sizes(box)[-2:] == [2, 1]
     assert "lost host2" in said
     endings = [ending for rank in range(2) for ending in endings_in(box.log(rank))]
     assert endings == [expected]
 
 
-def journal(box: Box) -> list[dict[str, Any]]:
+def of_kind(box: Box, kind: str) -> list[dict[str, Any]]:
+    """The events of the run so far."""
     path = box.home / "runs" / "r" / "journal.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     with contextlib.suppress(ValueError):  # the last line may be half there
-        return [dict(json.loads(line)) for line in lines]
+        return [event for event in map(json.loads, lines) if event["kind"] == kind]
     return []
+
+
+def sizes(box: Box) -> list[int]:
+    """How many were in each World so far."""
+    return [len(event["data"]["members"]) for event in of_kind(box, "world")]
