@@ -80,10 +80,12 @@ def test_files_that_were_replaced_moved_or_removed(folder: Path, url: str, tmp_p
     assert [name for name in sorted(there) if name.startswith("metrics")] == [
         *("metrics", "metrics.1", "metrics.1.more-000001", "metrics.1.more-000002", "metrics.1.more-000003"),
     ]
+    assert (Path(fetch(url, str(tmp_path / "home"))) / "metrics.1").read_text() == "a" * 35
     (folder / "metrics.1").unlink()
     copying.copy()
     found = Path(fetch(url, str(tmp_path / "home")))
     assert (found / "metrics").read_text() == "b" * 5
+    assert not (found / "metrics.1").exists(), "what is merged into another file would count twice"
     assert not [name for name in list_below(place_of(url)) if name.startswith("metrics.1")]
 
 

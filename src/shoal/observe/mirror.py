@@ -142,7 +142,10 @@ def fetch(where: str, home: str) -> str:
         )
     with contextlib.suppress(OSError):  # of a run that went on here once, and may go on elsewhere now
         os.unlink(os.path.join(target, "lock"))
-    for name, parts in _in_parts(there).items():
+    files = _in_parts(there)
+    for name in dict(_files_in(target)).keys() - files.keys():  # merged into another since, or removed
+        os.unlink(os.path.join(target, name))
+    for name, parts in files.items():
         path = os.path.join(target, name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(f"{path}.part", "wb") as file:
