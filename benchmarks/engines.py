@@ -13,6 +13,8 @@ beside both.
 and the time is taken until the first step that is committed without them, as in `recovery.py`. Beside it, in the same
 round, TorchTrainer loses a worker: from the kill to the first step after its restart, which goes on from a checkpoint
 of the last step.
+
+**Spark**: from a DataFrame to the first step, as in `spark_data.py`, where pyspark and Java are there.
 """
 
 import importlib.util
@@ -31,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import launch, recovery
+from benchmarks import launch, recovery, spark_data
 from benchmarks.engines_jobs.turns import put
 from benchmarks.harness import check, interleave, ratio, say, summarize
 from benchmarks.workloads import WORKLOADS
@@ -62,6 +64,11 @@ def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
     with ray_cluster(1, 1) as cluster:
         kills, restarts = measure_recoveries(cluster, rounds, 1 if is_quick else KILLS_A_ROUND)
     ours = [seconds for one in kills for seconds in one]
+    spark: spark_data.Pairs = {}
+    if spark_data.is_possible():
+        spark = spark_data.measure_all(rounds, is_quick)
+    else:
+        notes.append("Spark skipped: it needs pyspark and Java (`pip install 'shoal[spark]'`)")
     return {
         "rows": [_start_row(name, starts, ends) for name in starts],
         "more": {
@@ -73,6 +80,7 @@ def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
                 {"": name, "kills": len(seconds), "recovery s": summarize(seconds), "max": max(seconds)}
                 for name, seconds in (("shoal on Ray", ours), (PEER, restarts))
             ],
+            "from a DataFrame of Spark to the first step": spark_data.rows_of(spark),
         },
         "checks": [
             check("first step on Ray, s", summarize(starts["shoal on Ray"]), "≤ 5"),
@@ -80,12 +88,14 @@ def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
             check("steps a second on Ray / here", ratio(steps["here"], steps["on Ray"]), "≥ 0.99"),
             check("recovery on Ray, s", summarize(ours), "≤ 1"),
             check(f"recovery {PEER} / shoal", ratio(restarts, [statistics.median(one) for one in kills]), "≥ 20"),
+            *spark_data.checks_of(spark),
         ],
         "notes": notes,
         "samples_seconds": starts,
         "samples_seconds_to_end": ends,
         "samples_seconds_a_step": steps,
         "samples_seconds_recovery": {"shoal on Ray": kills, PEER: restarts},
+        "samples_seconds_spark": spark_data.totals_of(spark),
     }
 
 

@@ -16,7 +16,7 @@ from shoal.engine.nursery import num_at_start, wants_spare
 from shoal.engine.signals import StopSignals, grace_of
 from shoal.engine.story import as_error, tell_failures
 from shoal.files import mask
-from shoal.observe.folder import RunFolder, claim, create, newest_step, read_facts
+from shoal.observe.folder import RunFolder, claim, create, local_folder, newest_step, read_facts
 from shoal.spec.errors import ShoalError, UserError
 from shoal.spec.job import Job
 from shoal.train.mesh import check_share, make_mesh
@@ -36,7 +36,8 @@ class Keep:
     """Where a run is kept and what it starts from.
 
     `dir` is the run folder itself; without it, a folder `name` under SHOAL_HOME/runs, or one with a new name.
-    A folder that holds a run already is refused unless `is_resumed`. Its numbers go to `send_to`, too.
+    A folder that holds a run already is refused unless `is_resumed`. Its numbers go to `send_to`, too, and the whole
+    folder to `copy_to`, a URL.
     """
 
     dir: str | None = None
@@ -44,6 +45,7 @@ class Keep:
     is_resumed: bool = False
     command: Sequence[str] = ()
     send_to: Sequence[str] = ()
+    copy_to: str | None = None
 
 
 def run_job(
@@ -65,6 +67,7 @@ def run_job(
 
         for text in keep.send_to:
             parse_target(text)
+    job, keep = _bring_to_url(job, keep or Keep())
     check_options(job)
     ground = find_ground(where or Where())
     if job.num_workers is None:
@@ -87,7 +90,7 @@ def run_job(
         alerts=find_alerts(job.options),
     )
     with StopSignals() as stops:
-        outcome = _run(crew, keep or Keep(), stops, None if is_quiet else out or sys.stdout)
+        outcome = _run(crew, keep, stops, None if is_quiet else out or sys.stdout)
     _tell(outcome, is_quiet)
     return outcome
 
@@ -149,7 +152,7 @@ def launch(
     where = Where(engine=engine, address=address, hosts=hosts, master=master, options=dict(options or {}))
     ground = find_ground(where)
     job = job_of(function, num_workers, threads_per_worker, env, is_here=ground is None)
-    keep = Keep(dir=run_dir, command=("shoal.launch", name_of(function)))
+    job, keep = _bring_to_url(job, Keep(dir=run_dir, command=("shoal.launch", name_of(function))))
     call = pack_call(function, args, kwargs or {})
     alerts = find_alerts({})
     crew = Crew(job=job, python=PYTHON, entry_of=lambda rank: ENTRY, call=call, ground=ground, alerts=alerts)
@@ -228,7 +231,7 @@ def _run(crew: Crew, keep: Keep, stops: StopSignals | None, out: TextIO | None) 
             min_workers=job.min_workers,
             is_resumed=keep.is_resumed,
         )
-        watch = Watch(folder, facts, stops, out, keep.send_to)
+        watch = Watch(folder, facts, stops, out, keep.send_to, keep.copy_to)
         try:
             outcome = watch.run(crew)
         except BaseException as error:
@@ -243,6 +246,23 @@ def _run(crew: Crew, keep: Keep, stops: StopSignals | None, out: TextIO | None) 
         return outcome
 
 
+def _bring_to_url(job: Job, keep: Keep) -> tuple[Job, Keep]:
+    """A run folder at a URL is one here, of the same name, that is copied there; checkpoints go there at once."""
+    if keep.dir is None:
+        return job, keep
+    if keep.is_resumed:
+        return job, replace(keep, copy_to=read_facts(keep.dir).get("copied_to"))
+    from shoal.observe.mirror import check_unused, url_of
+
+    url = url_of(keep.dir)
+    if url is None:
+        return job, keep
+    check_unused(url)
+    here = os.path.join(shoal_home(), "runs", url.name)
+    options = {"checkpoint_dir": keep.dir, **job.options}
+    return replace(job, options=options), replace(keep, dir=here, copy_to=keep.dir)
+
+
 def open_folder(job: Job, keep: Keep) -> RunFolder:
     """Make or take the folder of a run, and hold it."""
     hidden = dict.fromkeys(job.env, "***")
@@ -251,6 +271,7 @@ def open_folder(job: Job, keep: Keep) -> RunFolder:
         "job": asdict(replace(job, env=hidden)),
         "num_workers": job.num_workers and num_at_start(job.options, job.min_workers, job.num_workers),
         **({"min_workers": job.min_workers, "max_workers": job.num_workers} if job.min_workers is not None else {}),
+        **({"copied_to": keep.copy_to} if keep.copy_to is not None else {}),
         "versions": {"shoal": __version__, "python": sys.version.split()[0]} | _torch_version(),
     }
     home = shoal_home()
@@ -259,7 +280,7 @@ def open_folder(job: Job, keep: Keep) -> RunFolder:
         from random import SystemRandom
 
         return create(home, job.script or job.module or "run", facts, now, SystemRandom())
-    path = keep.dir if keep.dir is not None else os.path.join(home, "runs", keep.name or "")
+    path = local_folder(keep.dir if keep.dir is not None else os.path.join(home, "runs", keep.name or ""))
     if not keep.is_resumed:
         _check_unused(path)
     folder = claim(path, facts, now, is_new=not keep.is_resumed)

@@ -20,20 +20,30 @@ STOPPED_SECONDS = 5.0
 class Sending:
     """The processes of one run. Nothing is done between calls of `look`, and whatever they do, the run goes on."""
 
-    def __init__(self, run_dir: str, targets: Sequence[str], since: float, show: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        run_dir: str,
+        targets: Sequence[str],
+        since: float,
+        show: Callable[[str], None],
+        copy_to: str | None = None,
+    ) -> None:
+        """Numbers go to the targets, and the whole folder to `copy_to`, a URL."""
         self._show = show
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._rest: dict[str, bytes] = {}
         for target in targets:
-            self._start(run_dir, target, since)
+            self._start("shoal.observe.send", run_dir, target, since)
+        if copy_to is not None:
+            self._start("shoal.observe.mirror", run_dir, copy_to, since)
 
-    def _start(self, run_dir: str, target: str, since: float) -> None:
+    def _start(self, module: str, run_dir: str, target: str, since: float) -> None:
         order = json.dumps({"run_dir": run_dir, "to": target, "since": since}).encode() + b"\n"
         try:
             # A session of its own: Ctrl-C is for the launcher, which lets it send the rest.
             process = subprocess.Popen(
                 # -P: a folder `wandb` where the run was started is not the package.
-                [sys.executable, "-P", "-m", "shoal.observe.send"],
+                [sys.executable, "-P", "-m", module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,

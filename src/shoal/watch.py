@@ -89,12 +89,13 @@ class Watch:
         stops: StopSignals | None,
         out: TextIO | None,
         send_to: Sequence[str] = (),
+        copy_to: str | None = None,
     ) -> None:
         self._folder = folder
         self._facts = facts
         self._stops = stops
         self._out = out
-        self._send_to = send_to
+        self._send_to, self._copy_to = send_to, copy_to
         self._console: Console | None = None
         self._journal: Journal | None = None
         self._system: SystemWriter | None = None
@@ -196,11 +197,11 @@ class Watch:
         if self._out is not None:
             self._console = Console(self._out, num_workers=crew.num_workers)
         self._journal = Journal(os.path.join(self._folder.path, "journal.jsonl"), self._note)
-        if self._send_to:
+        if self._send_to or self._copy_to is not None:
             from shoal.sending import Sending
 
             since = self._folder.facts["created"] if self._facts.is_resumed else 0.0
-            self._sending = Sending(self._folder.path, self._send_to, since, self._note)
+            self._sending = Sending(self._folder.path, self._send_to, since, self._note, self._copy_to)
         since = self._folder.facts["created"]
         self._alerts = AlertWatch(self._folder.path, crew.alerts or Alerts(), self._keep, self._note, since=since)
         self._diagnosing = self._make_diagnosing(crew, engine)

@@ -117,3 +117,29 @@ def box(tmp_path: Path) -> Iterator[Box]:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
     assert not left, "processes stayed behind"
+
+
+def small_cluster(box: Box) -> None:
+    """Executors of Spark's `local-cluster` keep their files under SPARK_HOME: give it one of its own."""
+    import pyspark
+
+    home = box.folder / "spark"
+    home.mkdir()
+    for part in Path(pyspark.__file__).parent.iterdir():
+        if part.name != "work":
+            (home / part.name).symlink_to(part)
+    box.env["SPARK_HOME"] = str(home)
+
+
+MPIRUN = """\
+#!/bin/sh
+while [ "$1" != "-n" ]; do shift; done
+exec "$3" -c "{first}; raise SystemExit(agent.main())"
+"""
+
+
+def mpirun_without_mpi(box: Box, first: str) -> None:
+    """Let runs of this box find a `mpirun` that starts its agent here. `first` is what that does first."""
+    mpirun = box.write("bin/mpirun", MPIRUN.format(first=first))
+    mpirun.chmod(0o755)
+    box.env["PATH"] = f"{mpirun.parent}:{os.environ['PATH']}"

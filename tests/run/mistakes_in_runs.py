@@ -134,6 +134,12 @@ FOLDERS = [
         do="choose another folder with `--log-dir`, SHOAL_HOME, or `run_dir=` in a script",
     ),
     Mistake(
+        did="a run folder at a URL, without `shoal run`",
+        act=lambda: make(run_dir="s3://bucket/run"),
+        error="This run folder cannot be at a URL: s3://bucket/run",
+        do="`shoal run --log-dir s3://bucket/run`",
+    ),
+    Mistake(
         did="two runs in one folder at the same time",
         act=use_twice,
         error="Run folder {here}/shared is in use by another run.",

@@ -32,12 +32,15 @@ def run_quickly(name: str) -> dict[str, Any]:
         ("commands", "cpu ms"),
         pytest.param("data_parallel", "ms a step", marks=pytest.mark.slow),
         pytest.param("elastic_cost", "cost", marks=pytest.mark.slow),
+        pytest.param(
+            "engines", "first step s", marks=[pytest.mark.slow, pytest.mark.timeout(900), rigs.needs("ray")]
+        ),
         pytest.param("exact", "cost", marks=pytest.mark.slow),
         pytest.param("eyes", "ms a step", marks=pytest.mark.slow),
         pytest.param("launch", "first step s", marks=pytest.mark.slow),
         pytest.param("page", "seconds", marks=[pytest.mark.slow, rigs.needs("chromium", "playwright", "the page")]),
         pytest.param("pipeline", "ms a step", marks=pytest.mark.slow),
-        pytest.param("spark_data", "first batch s", marks=pytest.mark.slow),
+        pytest.param("spark_data", "first step s", marks=pytest.mark.slow),
         pytest.param("save_stall", "stall, ms", marks=pytest.mark.slow),
         ("task_map", "sleep s"),
         pytest.param("tensor", "ms a step", marks=pytest.mark.slow),

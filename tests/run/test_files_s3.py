@@ -14,7 +14,7 @@ from shoal.checkpoint import remote, saving
 from shoal.checkpoint.foreign import read_weights, write_weights
 from shoal.checkpoint.state import digest
 from shoal.checkpoint.store import FolderStore
-from shoal.files import StoreFailed, Url, check, locate
+from shoal.files import StoreFailed, Url, check, list_below, locate
 from shoal.spec.errors import UserError
 from shoal.testing import Faults
 from shoal.testing.rigs.stores import ObjectStore
@@ -362,3 +362,100 @@ def test_an_elastic_run_fences_by_url_and_goes_back_to_what_is_there(bucket, tmp
     assert newest.generation > 0
     plain = box.run("run", "-n", "1", "-o", f"checkpoint_dir={bucket}/mlp", "job.py", "12", "resume")
     assert digest_of(plain) == whole
+
+
+@pytest.mark.timeout(300)
+def test_a_run_folder_at_a_url_is_read_elsewhere_and_goes_on_there(bucket, tmp_path: Path):
+    here, there, whole = boxes = [Box(tmp_path / name) for name in ("here", "there", "whole")]
+    for box in boxes:
+        box.write("job.py", JOB)
+    url = f"{bucket}/runs/mlp"
+    began = digest_of(here.run("run", "-n", "2", "--log-dir", url, "job.py", "6"))
+    files = set(list_below(at(url)))
+    assert {"run.json", "journal.jsonl", "metrics-0.jsonl", "metrics-1.jsonl", "logs/0.log", "copied.json"} <= files
+    assert not {"lock", "socket"} & files
+    assert steps_in(f"{url}/checkpoints") == [6]
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+    logs = there.run("logs", url)
+    assert (logs.returncode, began in logs.stdout) == (0, True), logs.stderr
+    explained = there.run("explain", url)
+    assert explained.returncode == 0, explained.stderr
+    assert "6 steps" in explained.stdout
+    exported = there.run("export", url, "weights.safetensors")
+    assert exported.returncode == 0, exported.stderr
+    refused = there.run("run", "--log-dir", url, "job.py", "6")
+    assert refused.returncode == 2
+    assert f"error: {url} already holds a run." in refused.stderr
+
+    resumed = digest_of(there.run("run", "-n", "2", "--resume", url, "job.py", "12"))
+    assert resumed == digest_of(whole.run("run", "-n", "2", "job.py", "12"))
+    again = here.run("explain", url, "--json")
+    assert again.returncode == 0, again.stderr
+    journal = at(f"{url}/journal.jsonl")
+    events = [json.loads(line)["kind"] for line in journal.fs.cat_file(journal.path).splitlines()]
+    assert events.count("run_ended") == 2
+
+
+WAITING = """
+import os, time, torch, shoal
+
+model = torch.nn.Linear(2, 1)
+loss = lambda model, batch: model(batch[0]).square().mean()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+with shoal.Trainer(model, loss, optimizer, (torch.ones(64, 2),), batch_size=8) as trainer:
+    while not os.path.exists("finish"):
+        trainer.fit(steps=1)
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_launcher_that_is_killed_leaves_its_run_folder_at_the_url(bucket, tmp_path: Path):
+    here, there = [Box(tmp_path / name) for name in ("here", "there")]
+    here.write("job.py", WAITING)
+    url = f"{bucket}/runs/waiting"
+    launcher = here.start("run", "--log-dir", url, "job.py")
+    try:
+        here.wait_for(lambda: "metrics-0.jsonl" in list_below(at(url)), 100)
+        refused = there.run("run", "--resume", url)
+        assert refused.returncode == 2
+        assert f"error: {url} is a run that goes on, on " in refused.stderr
+        local = here.home / "runs" / "waiting" / "metrics-0.jsonl"
+    finally:
+        launcher.kill()
+        launcher.communicate()
+    here.wait_for_peace()
+    there_is = at(f"{url}/metrics-0.jsonl")
+    assert there_is.fs.cat_file(there_is.path) == local.read_bytes()
+    assert there.run("explain", url).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_goes_on_while_the_store_of_its_folder_is_away(bucket, object_server: ObjectStore, tmp_path: Path):
+    here = Box(tmp_path / "here")
+    here.write("job.py", WAITING)
+    url = f"{bucket}/runs/waiting"
+    options = ("-o", f"checkpoint_dir={tmp_path}/kept")
+    launcher = here.start("run", "--log-dir", url, *options, "job.py")
+    told = []
+    try:
+        here.wait_for(lambda: "metrics-0.jsonl" in list_below(at(url)), 100)
+        object_server.kill()
+        while "is not copied to" not in "".join(told[-1:]):
+            told.append(launcher.stderr.readline())
+        object_server.start()
+        while "again" not in told[-1]:
+            told.append(launcher.stderr.readline())
+        (here.folder / "finish").touch()
+        _, rest = launcher.communicate(timeout=100)
+    finally:
+        launcher.kill()
+        launcher.communicate()
+        if not object_server._processes:
+            object_server.start()
+    assert launcher.returncode == 0, rest
+    assert sum("cannot be reached" in line for line in told) == 1, "trouble is told once"
+    facts = at(f"{url}/run.json")
+    assert json.loads(facts.fs.cat_file(facts.path))["status"] == "finished"

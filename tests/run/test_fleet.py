@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import Box, box
+from launching import Box, box, mpirun_without_mpi
 
 from shoal.engine import fleet as fleets
 from shoal.engine import guard as guards
@@ -489,19 +489,11 @@ def test_mpirun_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 # With `shoal run`. In place of mpirun is a program that starts its command here.
 
-MPIRUN = f"""\
-#!/bin/sh
-while [ "$1" != "-n" ]; do shift; done
-exec "$3" -c "{AGENT}; raise SystemExit(agent.main())"
-"""
-
 
 @pytest.fixture
 def hosts(box: Box) -> Box:
     """A box whose runs find a `mpirun` without MPI, and agents with a short lease."""
-    mpirun = box.write("bin/mpirun", MPIRUN)
-    mpirun.chmod(0o755)
-    box.env["PATH"] = f"{mpirun.parent}:{os.environ['PATH']}"
+    mpirun_without_mpi(box, AGENT)
     return box
 
 

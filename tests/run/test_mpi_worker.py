@@ -1,6 +1,10 @@
 """`shoal worker`: one rank of a job that mpirun, srun or torchrun has started. All of them are the real ones."""
 
+import contextlib
+import json
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -9,7 +13,9 @@ from launching import SHOAL, Box, box
 from slurm import NEEDS as SLURM
 from slurm import slurm
 
+from shoal.engine.place import host_names
 from shoal.testing import rigs
+from shoal.testing.rigs import leftovers
 from shoal.testing.rigs.mpi import mpirun, mpirun_on_hosts
 
 __all__ = ["box"]
@@ -300,3 +306,68 @@ class TestSlurm:
             "sum 6.0 0 2 0 2 eth0",
             "sum 6.0 1 2 0 2 eth0",
         ]
+
+    def test_names_of_nodes_are_those_that_slurm_makes_of_them(self, box: Box) -> None:
+        lists = ("n[1-3,7]", "a[5,1-3]-ib,b[1-2]", "node[099-101],x", "rack[2-3]n[07,09].cluster")
+        with slurm(box.folder) as cluster:
+            for nodes in lists:
+                theirs = cluster.run(["scontrol", "show", "hostnames", nodes], box.env).stdout.split()
+                assert host_names(nodes) == theirs
+
+    @rigs.needs("mpirun", *HOSTS)
+    def test_a_launcher_in_an_allocation_finds_its_hosts_and_goes_on_without_one(self, box: Box) -> None:
+        box.write("sum.py", SUM)
+        run = " ".join(
+            (*SHOAL, "run", "--engine", "mpi", "-o", "engine.wait=60", "-o", "transport=tcp", "--threads", "1")
+        )
+        jobs = str(Path(__file__).with_name("elastic_jobs.py"))
+        given = "--env ELASTIC_PAUSE=0.2 --env ELASTIC_WANTED=2"
+        script = f"#!/bin/sh\n{run} --name sum sum.py\n{run} -n 1:2 {given} --name r {jobs} long\n"
+        box.write("batch.sh", script).chmod(0o755)
+        with rigs.hosts(2) as hosts, slurm(box.folder, hosts) as cluster:
+            batch = ["sbatch", "-N", "2", "--ntasks-per-node", "1", "--no-kill", "--output", "batch.out", "batch.sh"]
+            assert cluster.run(batch, box.env, cwd=box.folder).returncode == 0
+
+            def told() -> str:
+                path = box.folder / "batch.out"
+                return (path.read_text() if path.exists() else "") + cluster.log()
+
+            journal = box.home / "runs" / "r" / "journal.jsonl"
+
+            def worlds() -> list[int]:
+                lines = journal.read_text().splitlines() if journal.exists() else []
+                with contextlib.suppress(ValueError):  # the last line may be half there
+                    events = [json.loads(line) for line in lines]
+                    return [len(event["data"]["members"]) for event in events if event["kind"] == "world"]
+                return []
+
+            box.wait_for(lambda: worlds()[-1:] == [2] or "error:" in told(), 150)
+            assert "error:" not in told(), told()
+            box.wait_for(lambda: "checkpoint_saved" in journal.read_text(), 60)
+            for pid in pids_on(hosts, 1):
+                os.kill(pid, signal.SIGKILL)
+            box.wait_for(lambda: '"run_ended"' in journal.read_text(), 150)
+        assert worlds()[-1] == 1
+        folder = box.home / "runs" / "sum" / "logs"
+        # Before it torch may say that it knows no name for an address.
+        assert sorted((folder / f"{rank}.log").read_text().splitlines()[-1] for rank in range(2)) == [
+            "sum 3.0 0 1 0 2 eth0",
+            "sum 3.0 0 1 1 2 eth0",
+        ]
+        assert "lost shoal1" in told()
+        ending = re.search(r"^ended (.*)$", (box.home / "runs" / "r" / "logs" / "0.log").read_text(), re.MULTILINE)
+        assert ending
+        alone = re.search(r"^ended (.*)$", box.execute(sys.executable, jobs, "long").stdout, re.MULTILINE)
+        assert alone
+        assert ending[1] == alone[1]
+
+
+def pids_on(hosts: rigs.Hosts, host: int) -> list[int]:
+    """The processes that have the network of this host."""
+    network = os.stat(leftovers.NAMESPACES / hosts.names[host]).st_ino
+    found = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{name}/ns/net").st_ino == network:
+                found.append(int(name))
+    return found

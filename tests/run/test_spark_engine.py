@@ -5,11 +5,10 @@ import os
 import re
 import shutil
 import signal
-from pathlib import Path
 
 import psutil
 import pytest
-from launching import Box, box
+from launching import Box, box, small_cluster
 
 from shoal.testing.rigs.machine import LACKS
 
@@ -171,18 +170,6 @@ def test_executors_come_when_workers_wait_for_them(box: Box) -> None:
     assert done.returncode == 0, done.stderr
     assert "Spark has 0 slots for tasks, and 2 are wanted" in done.stderr
     assert [box.log(rank) for rank in range(2)] == ["rank 0 of 2\n", "rank 1 of 2\n"]
-
-
-def small_cluster(box: Box) -> None:
-    """Executors of local-cluster keep their files under SPARK_HOME: give it one of its own."""
-    home = box.folder / "spark"
-    home.mkdir()
-    assert PYSPARK is not None
-    assert PYSPARK.origin is not None
-    for part in Path(PYSPARK.origin).parent.iterdir():
-        if part.name != "work":
-            (home / part.name).symlink_to(part)
-    box.env["SPARK_HOME"] = str(home)
 
 
 def worker_pid(box: Box, rank: int) -> int:

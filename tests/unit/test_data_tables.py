@@ -1,6 +1,7 @@
 """Files of rows and Hugging Face datasets: what is read, what stays where it is, what is said when it cannot be."""
 
 import re
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,7 @@ def test_missing_files_are_named_with_where_they_were_looked_for(
     monkeypatch.chdir(tmp_path)
     error = error_of("data/train.parquet")
     assert error.message == "There is no file data/train.parquet"
-    assert error.why == f"looked in {tmp_path}/data"
+    assert error.why == f"looked in {tmp_path}/data on {socket.gethostname()}"
     assert error_of(["*.csv"]).message == "No file matches *.csv"
     assert "is a folder" in error_of(tmp_path).message
 

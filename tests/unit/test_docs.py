@@ -9,6 +9,8 @@ import pytest
 
 from shoal import cli
 from shoal.train.settings import Settings
+from shoal.verbs import launching
+from shoal.version import __version__
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "shoal"
@@ -129,20 +131,42 @@ def test_examples_that_pages_name_exist():
         assert (ROOT / path).exists(), path
 
 
-def test_the_manifest_for_kuberay_is_one():
-    """Kubernetes would say so late. What is named in it is what the text and the package say."""
+def test_the_manifests_for_kuberay_are_some():
+    """Kubernetes would say so late. What is named in them is what the text and the package say."""
     yaml = pytest.importorskip("yaml")
-    (text,) = re.findall(r"^```yaml\n(.*?)^```", DOCS["docs/clusters.md"], re.MULTILINE | re.DOTALL)
-    job = yaml.safe_load(text)
+    texts = re.findall(r"^```yaml\n(.*?)^```", DOCS["docs/clusters.md"], re.MULTILINE | re.DOTALL)
+    job, cluster = map(yaml.safe_load, texts)
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
-    cluster = job["spec"]["rayClusterSpec"]
-    head, (workers,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
-    assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
-    for group in (head, workers):
-        pod = group["template"]["spec"]
-        mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
-        assert mounted == {volume["name"] for volume in pod["volumes"]}
+    assert (cluster["apiVersion"], cluster["kind"]) == ("ray.io/v1", "RayCluster")
+    for spec in (job["spec"]["rayClusterSpec"], cluster["spec"]):
+        head, (workers,) = spec["headGroupSpec"], spec["workerGroupSpecs"]
+        assert spec["enableInTreeAutoscaling"] is True
+        assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
+        for group in (head, workers):
+            pod = group["template"]["spec"]
+            mounts = [mount for container in pod["containers"] for mount in container["volumeMounts"]]
+            assert {mount["name"] for mount in mounts} == {volume["name"] for volume in pod["volumes"]}
+            assert {mount["mountPath"] for mount in mounts} == {"/job"}
+        assert f"ray=={spec['rayVersion']}" in (ROOT / "constraints.txt").read_text().split()
+
+
+def test_what_the_manifests_for_kuberay_run_is_kept_on_the_volume():
+    """The options are those of the command line, and a pod that goes takes no checkpoint along."""
+    yaml = pytest.importorskip("yaml")
+    texts = re.findall(r"^```yaml\n(.*?)^```", DOCS["docs/clusters.md"], re.MULTILINE | re.DOTALL)
+    job, cluster = map(yaml.safe_load, texts)
     command = job["spec"]["entrypoint"].split()
     assert command[:2] == ["shoal", "run"]
-    assert command[-1].startswith(head["template"]["spec"]["containers"][0]["volumeMounts"][0]["mountPath"])
-    assert f"ray=={cluster['rayVersion']}" in (ROOT / "constraints.txt").read_text().split()
+    ours, (script,) = launching.split_at_script(command[2:])
+    options = launching._run_parser().parse_args(ours)
+    assert launching.parse_range(options.num_workers) == (2, 8)
+    assert options.log_dir.startswith("/job/")
+    assert script.startswith("/job/")
+    (container,) = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    (home,) = [variable["value"] for variable in container["env"] if variable["name"] == "SHOAL_HOME"]
+    assert home.startswith("/job/")
+
+
+@pytest.mark.parametrize("name", ["docs/clusters.md", "docs/cluster-of-workstations.md"])
+def test_the_wheel_that_pages_name_is_the_one_that_is_built(name):
+    assert set(re.findall(r"shoal-[\d.]+-py3-none-any\.whl", DOCS[name])) == {f"shoal-{__version__}-py3-none-any.whl"}

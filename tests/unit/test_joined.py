@@ -9,11 +9,13 @@ import socket
 
 import pytest
 
-from shoal.engine import joined, meeting_point
+from shoal.engine import joined, meeting_point, mpi
 from shoal.engine.env import read_worker
+from shoal.engine.hosts import Host, allocated_hosts
 from shoal.engine.meeting_point import MeetingPoint
-from shoal.engine.place import Place, find_place, first_host, tasks_per_node
+from shoal.engine.place import Place, find_place, host_names, tasks_per_node
 from shoal.spec.errors import UserError
+from shoal.verbs import launching
 
 OPEN_MPI = {
     "OMPI_APP_CTX_NUM_PROCS": "4",
@@ -172,19 +174,46 @@ def test_what_cannot_be_true_is_refused(env: dict[str, str], told: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "name"),
+    ("text", "names"),
     [
-        ("vm", "vm"),
-        ("a,b", "a"),
-        ("a[1-3,5],b", "a1"),
-        ("node[001-128]", "node001"),
-        ("rack[2-3]n[07,09].cluster,x", "rack2n07.cluster"),
-        ("a[5,1-3]-ib,b[1-2]", "a5-ib"),
-        ("", ""),
+        ("vm", ["vm"]),
+        ("a,b", ["a", "b"]),
+        ("n[1-3,7]", ["n1", "n2", "n3", "n7"]),
+        ("a[5,1-3]-ib,b[1-2]", ["a5-ib", "a1-ib", "a2-ib", "a3-ib", "b1", "b2"]),
+        ("node[099-101],x", ["node099", "node100", "node101", "x"]),
+        ("rack[2-3]n[07,09].cluster", [f"rack{r}n{n}.cluster" for r in (2, 3) for n in ("07", "09")]),
+        ("", []),
     ],
 )
-def test_the_first_host_of_a_list(text: str, name: str) -> None:
-    assert first_host(text) == name
+def test_names_in_a_list_of_nodes(text: str, names: list[str]) -> None:
+    assert host_names(text) == names
+
+
+@pytest.mark.parametrize("text", ["n[a-b]", "n[]", "n[1--3]"])
+def test_a_list_of_nodes_that_is_none_is_told(text: str) -> None:
+    with pytest.raises(UserError, match="of the names of nodes") as caught:
+        host_names(text)
+    assert "--hosts" in caught.value.hint
+
+
+def test_the_hosts_of_an_allocation() -> None:
+    assert allocated_hosts({}) == []
+    assert allocated_hosts(SLURM) == [Host(name="vm", num_slots=2)]
+    assert allocated_hosts(SLURM_NODES) == [
+        Host(name="shoal0", num_slots=3),
+        Host(name="shoal1", num_slots=1),
+        Host(name="shoal2", num_slots=1),
+    ]
+    assert allocated_hosts({"SLURM_JOB_NODELIST": "a,b"}) == [Host(name="a"), Host(name="b")]
+
+
+def test_hosts_of_an_allocation_are_those_of_mpi_unless_others_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SLURM_NODES.items():
+        monkeypatch.setenv(name, value)
+    assert [host.name for host in mpi.find_hosts(None)] == ["shoal0", "shoal1", "shoal2"]
+    assert mpi.find_hosts("a:2") == [Host(name="a", num_slots=2)]
+    for args, count in ((["--engine", "mpi"], 5), (["--engine", "mpi", "--hosts", "a:2"], 2), ([], 1)):
+        assert launching._count_slots(launching._run_parser().parse_args(args)) == count
 
 
 def test_tasks_per_node() -> None:

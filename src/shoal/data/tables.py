@@ -8,6 +8,7 @@ length, become tensors (double precision becomes the default type of torch); all
 import csv
 import glob
 import os
+import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -174,8 +175,8 @@ def _find(path: str) -> Sequence[str | Url]:
         kind = "No file matches" if glob.has_magic(path) else "There is no file"
         raise UserError(
             f"{kind} {path}",
-            why=f"looked in {os.path.abspath(os.path.dirname(path) or '.')}",
-            hint="check the path and the folder you are in",
+            why=f"looked in {os.path.abspath(os.path.dirname(path) or '.')} on {socket.gethostname()}",
+            hint="check the path and the folder you are in; every machine of a run needs the file at the same path",
         )
     return found
 

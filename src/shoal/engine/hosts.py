@@ -7,11 +7,12 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
 from shoal.engine.agent import CONNECTED
+from shoal.engine.place import host_names, tasks_per_node
 from shoal.engine.wire import Invitation
 from shoal.spec.errors import UserError
 
@@ -254,3 +255,10 @@ def parse_hosts(text: str) -> list[Host]:
     if len({host.name for host in found}) < len(found):
         raise UserError(f"--hosts {text!r} names a host twice.", hint="name each once, with all of its slots")
     return found
+
+
+def allocated_hosts(env: Mapping[str, str]) -> list[Host]:
+    """The hosts of the Slurm allocation that this process is in, with a slot for each task; none outside of one."""
+    names = host_names(env.get("SLURM_JOB_NODELIST", ""))
+    counts = tasks_per_node(env.get("SLURM_TASKS_PER_NODE") or "1")
+    return [Host(name=name, num_slots=counts[min(number, len(counts) - 1)]) for number, name in enumerate(names)]

@@ -3,19 +3,26 @@
 import os
 import shlex
 import shutil
+import socket
 import sys
 from collections.abc import Sequence
 
+from shoal.engine.env import inherited_env
 from shoal.engine.grounds import amount
-from shoal.engine.hosts import COME_SECONDS, HUNG_SECONDS, Host, HostsGround, parse_hosts
+from shoal.engine.hosts import COME_SECONDS, HUNG_SECONDS, Host, HostsGround, allocated_hosts, parse_hosts
 from shoal.engine.machine import available_cores, route_to
 from shoal.spec.errors import UserError
 
 HERE = ("localhost", "127.0.0.1")
 
 
+def find_hosts(hosts: str | None) -> list[Host]:
+    """Those that are named, else those of the Slurm allocation that this process is in; none where it is in none."""
+    return parse_hosts(hosts) if hosts is not None else allocated_hosts(inherited_env())
+
+
 def make_ground(hosts: str | None, options: dict[str, str]) -> HostsGround:
-    """Machines reached by mpirun. Without hosts it is this one, with a slot a core."""
+    """Machines reached by mpirun. Without hosts, and outside of Slurm, it is this one, with a slot a core."""
     mpirun = shutil.which("mpirun")
     if mpirun is None:
         raise UserError(
@@ -23,8 +30,10 @@ def make_ground(hosts: str | None, options: dict[str, str]) -> HostsGround:
             why="`--engine mpi` starts workers with it",
             hint="install OpenMPI, on Debian and Ubuntu with `apt install openmpi-bin`",
         )
-    named = parse_hosts(hosts) if hosts is not None else [Host(name="localhost", num_slots=available_cores())]
-    remote = [host.name for host in named if host.name not in HERE]
+    named = find_hosts(hosts) or [Host(name="localhost", num_slots=available_cores())]
+    # A name of this machine's own may lead to an address that only this machine has.
+    own = socket.gethostname()
+    remote = [host.name for host in named if host.name not in (*HERE, own, own.partition(".")[0])]
     more = _split(options.get("engine.mpirun", ""))
     # Between us and ourselves there is no firewall, and a machine that is only slow is waited for.
     wait_seconds = amount(options.get("engine.wait", str(COME_SECONDS if remote else HUNG_SECONDS)), "engine.wait")

@@ -1,5 +1,6 @@
 """Which rank this process is, from what its launcher says: mpirun, srun of Slurm, torchrun, or nobody."""
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def _slurm(env: Mapping[str, str]) -> Place | None:
         local_size=per_node[node] if node < len(per_node) else per_node[-1],
         node=node,
         num_nodes=_number(env, "SLURM_STEP_NUM_NODES", _number(env, "SLURM_NNODES", 1)),
-        first_host=first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""),
+        first_host=next(iter(host_names(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "")), ""),
         job=(_number(env, "SLURM_JOB_ID", 0), _number(env, "SLURM_STEP_ID", 0)),
         is_bound=re.search(r"(mask|map)_cpu", env.get("SLURM_CPU_BIND", "")) is not None,
         num_cores=_number(env, "SLURM_CPUS_PER_TASK", 0),
@@ -129,10 +130,30 @@ def tasks_per_node(text: str) -> list[int]:
     return counts
 
 
-def first_host(node_list: str) -> str:
-    """The first name in a list such as `a[1-3,5],b`, which is `a1`; widths with zeros are kept."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", node_list)
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0]) if first else ""
+def host_names(node_list: str) -> list[str]:
+    """The names in a list of Slurm's such as `a[1-3,5],b`: a1, a2, a3, a5, b. Widths with zeros are kept."""
+    names = []
+    for part in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", node_list):
+        words = re.split(r"\[([^\]]*)\]", part)  # text and brackets in turns
+        choices = [_numbers(word, node_list) if number % 2 else [word] for number, word in enumerate(words)]
+        names += ["".join(chosen) for chosen in itertools.product(*choices)]
+    return names
+
+
+def _numbers(ranges: str, node_list: str) -> list[str]:
+    """What stands in brackets: `07-09,12` is 07, 08, 09, 12."""
+    found: list[str] = []
+    for part in ranges.split(","):
+        ends = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if ends is None:
+            raise UserError(
+                f"Slurm says {node_list!r} of the names of nodes.",
+                why=f"{part!r} is neither a number nor a range such as 1-3",
+                hint="leave SLURM_ variables alone, or name the hosts yourself: `--hosts a:4,b:4`",
+            )
+        first, last = ends[1], ends[2] or ends[1]
+        found += [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
+    return found
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
+from shoal.files import is_url, locate, mask
 from shoal.observe.clean import clean
 from shoal.observe.lines import open_file
 from shoal.spec.errors import UserError
@@ -17,6 +18,8 @@ from shoal.spec.errors import UserError
 if TYPE_CHECKING:
     from random import Random
 
+COPIED = "copied.json"
+"""In the copy of a run folder: when its launcher has put it there last."""
 _LOCK_TRIES = 15
 _LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"  # no l, o, 0, 1: people read these aloud
 
@@ -81,7 +84,7 @@ def claim(path: str, facts: Mapping[str, Any], now: float, *, is_new: bool = Fal
     UserError where another live run holds the folder, where `is_new` and an earlier run left checkpoints in it, or
     where the disk refuses.
     """
-    path = os.path.abspath(path)
+    path = local_folder(path)
     try:
         os.makedirs(os.path.join(path, "logs"), exist_ok=True)
         lock_fd = os.open(os.path.join(path, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -104,6 +107,21 @@ def claim(path: str, facts: Mapping[str, Any], now: float, *, is_new: bool = Fal
     except BaseException:
         os.close(lock_fd)
         raise
+
+
+def local_folder(where: str) -> str:
+    """The path of a run folder. Raises UserError for a URL, unless it is that of a file on this machine."""
+    if where.startswith("file://"):
+        where = str(locate(where))
+    if not is_url(where):
+        return os.path.abspath(where)
+    url = mask(where)
+    raise UserError(
+        f"This run folder cannot be at a URL: {url}",
+        why="it is appended to while the run goes on, which a store cannot do, and nobody here brings it there",
+        hint=f"start the script with `shoal run --log-dir {url}`, or keep the folder on this machine and put "
+        "checkpoints there: `checkpoint_dir=`",
+    )
 
 
 def _lock(lock_fd: int, path: str) -> None:

@@ -1,15 +1,22 @@
 """The runs there are: listing them, with a status that is true, and finding the one that is meant."""
 
 import fcntl
+import json
 import os
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.files import is_url
 from shoal.observe.clean import clean
-from shoal.observe.folder import command_text, read_facts
+from shoal.observe.folder import COPIED, command_text, read_facts
+from shoal.observe.lines import open_file
 from shoal.spec.errors import UserError
+
+FRESH_SECONDS = 60.0
+"""A copy of a run folder is brought up to date every few seconds while the run goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +42,21 @@ class RunInfo:
 
 
 def is_held(path: str) -> bool:
-    """Whether a live process holds this run folder."""
+    """Whether a live process holds this run folder, or that of which it is a copy."""
+    return is_locked(path) or _is_fresh_copy(path)
+
+
+def _is_fresh_copy(path: str) -> bool:
+    """Whether the launcher of a run elsewhere was alive just now."""
+    try:
+        with open_file(os.path.join(path, COPIED)) as file:
+            return bool(time.time() < json.load(file)["time"] + FRESH_SECONDS)
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+
+
+def is_locked(path: str) -> bool:
+    """Whether a live process of this machine holds this run folder."""
     try:
         fd = os.open(os.path.join(path, "lock"), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
@@ -112,7 +133,11 @@ def list_runs(home: str) -> list[RunInfo]:
 
 
 def find_run(home: str, text: str) -> RunInfo:
-    """The run that `text` means: a name, its beginning or end where only one fits, a path, or `last`."""
+    """The run that `text` means: a name, its beginning or end where only one fits, a path, a URL, or `last`."""
+    if is_url(text):
+        from shoal.observe.mirror import fetch
+
+        return _run_at(fetch(text, home))
     if os.sep in text or text in (".", ".."):
         return _run_at(text)
     runs = list_runs(home)

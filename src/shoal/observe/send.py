@@ -67,7 +67,7 @@ class Sender:
             if not self._has_failed:
                 self._has_failed = True
                 self._report(
-                    f"{self._target} does not take numbers: {_tell(error)}. The run goes on; it is tried again."
+                    f"{self._target} does not take numbers: {tell_error(error)}. The run goes on; it is tried again."
                 )
             return False
         if self.is_failing:
@@ -80,7 +80,7 @@ class Sender:
         try:
             self._exporter.close(status)
         except Exception as error:
-            self._report(f"{self._target} did not end well: {_tell(error)}.")
+            self._report(f"{self._target} did not end well: {tell_error(error)}.")
             return False
         return not self.is_failing
 
@@ -100,7 +100,8 @@ class Sender:
                 progress(self.sent)
 
 
-def _tell(error: Exception) -> str:
+def tell_error(error: Exception) -> str:
+    """What a tool of others' raised, in one line."""
     text = error.message if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}"
     if isinstance(error, ShoalError) and error.why:
         text = f"{text.rstrip('.')} ({error.why})"
@@ -126,8 +127,28 @@ def main() -> int:
 
     It ends when stdin does: the run is over, or its launcher is dead. Status and end of the run are in its folder.
     """
-    order: dict[str, Any] = json.loads(_read_line(0))
-    # A tool that prints must not look like us.
+    order: dict[str, Any] = json.loads(read_line(0))
+    report = say_aloud()
+    run = read_run(order["run_dir"])
+    try:
+        if run is None:
+            return 1
+        sender = Sender(run, parse_target(order["to"]), report, since=float(order["since"]))
+    except Exception as error:
+        target = mask(order["to"])
+        hint = f"; {error.hint}" if isinstance(error, ShoalError) and error.hint else ""
+        report(f"nothing is sent to {target}: {tell_error(error)}{hint}")
+        return 1
+    is_whole = follow(sender, has_ended, wait=wait_for_end)
+    ended = read_run(order["run_dir"])
+    is_closed = sender.close(ended.status if ended is not None else "lost")
+    if not (is_whole and is_closed):
+        report(f"not all was sent; once it works again: `shoal send {run.name} --to {mask(order['to'])}`")
+    return 0 if is_whole and is_closed else 1
+
+
+def say_aloud() -> Report:
+    """Make this process one beside a launcher. Only what is reported goes to its stdout: a tool may print, too."""
     words = os.fdopen(os.dup(1), "w", buffering=1)
     with open(os.devnull, "r+b") as nowhere:
         os.dup2(nowhere.fileno(), 1)
@@ -137,36 +158,24 @@ def main() -> int:
     def report(text: str) -> None:
         words.write(f"{text}\n")
 
-    run = read_run(order["run_dir"])
-    try:
-        if run is None:
-            return 1
-        sender = Sender(run, parse_target(order["to"]), report, since=float(order["since"]))
-    except Exception as error:
-        target = mask(order["to"])
-        hint = f"; {error.hint}" if isinstance(error, ShoalError) and error.hint else ""
-        report(f"nothing is sent to {target}: {_tell(error)}{hint}")
-        return 1
-    is_whole = follow(sender, _has_ended, wait=_wait_for_end)
-    ended = read_run(order["run_dir"])
-    is_closed = sender.close(ended.status if ended is not None else "lost")
-    if not (is_whole and is_closed):
-        report(f"not all was sent; once it works again: `shoal send {run.name} --to {mask(order['to'])}`")
-    return 0 if is_whole and is_closed else 1
+    return report
 
 
-def _read_line(fd: int) -> bytes:
+def read_line(fd: int) -> bytes:
+    """The order that a process beside a launcher was given."""
     line = b""
     while not line.endswith(b"\n") and (data := os.read(fd, 1)):
         line += data
     return line
 
 
-def _wait_for_end(seconds: float) -> None:
+def wait_for_end(seconds: float) -> None:
+    """Sleep, but not beyond the end of the launcher."""
     select.select([0], [], [], seconds)
 
 
-def _has_ended() -> bool:
+def has_ended() -> bool:
+    """Whether the launcher has closed our input, or is dead."""
     return bool(select.select([0], [], [], 0)[0]) and os.read(0, 4096) == b""
 
 

@@ -21,7 +21,7 @@ RUN_OPTIONS: Options = (
         {
             "metavar": "N|MIN:MAX|auto",
             "default": None,
-            "help": "how many workers (default: 1, or all slots of --hosts); with MIN:MAX they may come and go",
+            "help": "how many workers (default: 1, or all slots of the hosts); with MIN:MAX they may come and go",
         },
     ),
     (("-m", "--module"), {"action": "store_true", "help": "SCRIPT is a module, as with `python -m`"}),
@@ -32,11 +32,17 @@ RUN_OPTIONS: Options = (
         {"metavar": "NAME", "default": "local", "help": "local, ray, mpi or spark: see docs/clusters.md"},
     ),
     (("--address",), {"metavar": "HOST:PORT", "help": "the Ray cluster (default: the one that this machine is in)"}),
-    (("--hosts",), {"metavar": "A:2,B:2", "help": "hosts for mpirun, each with its number of slots"}),
+    (
+        ("--hosts",),
+        {
+            "metavar": "A:2,B:2",
+            "help": "hosts for mpirun, each with its number of slots (default: those of the Slurm job)",
+        },
+    ),
     (("--master",), {"metavar": "URL", "help": "the Spark master"}),
     (("--threads",), {"metavar": "N", "help": "threads of each worker (default: cores / workers)"}),
     (("--framework",), {"metavar": "NAME", "default": "torch", "help": "torch (the default), tensorflow or jax"}),
-    (("--log-dir",), {"metavar": "DIR", "help": "the run folder (default: ~/.shoal/runs/NAME)"}),
+    (("--log-dir",), {"metavar": "DIR|URL", "help": "the run folder (default: ~/.shoal/runs/NAME)"}),
     (("--name",), {"metavar": "NAME", "help": "name of the run (default: made of time and script)"}),
     (("--resume",), {"metavar": "RUN", "help": "go on with a run, in its folder; SCRIPT may be left out"}),
     (("-o", "--option"), {"metavar": "K=V", "action": "append", "help": "an option of shoal; may be repeated"}),
@@ -58,7 +64,7 @@ def run(argv: list[str]) -> int:
     from shoal.run import Keep, run_job
 
     resumed = _find_resumed(options) if options.resume is not None else None
-    job = read_job(options, rest, resumed.facts.get("job", {}) if resumed else {}, _count_slots(options.hosts))
+    job = read_job(options, rest, resumed.facts.get("job", {}) if resumed else {}, _count_slots(options))
     keep = Keep(
         dir=resumed.path if resumed else options.log_dir,
         name=check_name(options),
@@ -81,12 +87,13 @@ def run(argv: list[str]) -> int:
     return outcome.exit_code
 
 
-def _count_slots(hosts: str | None) -> int:
-    if hosts is None:
+def _count_slots(options: argparse.Namespace) -> int:
+    """How many workers there are where nobody says it."""
+    if options.hosts is None and options.engine != "mpi":
         return 1
-    from shoal.engine.hosts import parse_hosts
+    from shoal.engine.mpi import find_hosts
 
-    return sum(host.num_slots for host in parse_hosts(hosts))
+    return sum(host.num_slots for host in find_hosts(options.hosts)) or 1
 
 
 def _run_parser() -> Parser:
@@ -163,11 +170,19 @@ def _here() -> str:
 
 def _find_resumed(options: argparse.Namespace) -> "RunInfo":
     from shoal.engine.env import shoal_home
+    from shoal.files import is_url, mask
     from shoal.observe.runs import find_run
 
     if options.log_dir or options.name:
         raise UserError("--resume goes on in the folder of that run.", hint="leave --log-dir and --name out")
-    return find_run(shoal_home(), options.resume)
+    run = find_run(shoal_home(), options.resume)
+    if is_url(options.resume) and run.status == "running":
+        raise UserError(
+            f"{mask(options.resume)} is a run that goes on, on {run.host}.",
+            why="its launcher has brought the run folder up to date within the last minute",
+            hint="wait until it has ended. If its machine is lost, try again in a minute",
+        )
+    return run
 
 
 def check_name(options: argparse.Namespace) -> str | None:

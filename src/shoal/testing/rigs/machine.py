@@ -53,6 +53,13 @@ def _cgroup(controller: str) -> Need:
     return Need(find, "run as root where /sys/fs/cgroup is mounted writable (in a container: `--privileged`)")
 
 
+def _package(name: str, how: str) -> Need:
+    def find() -> str:
+        return "" if importlib.util.find_spec(name) else f"the package {name} is not installed"
+
+    return Need(find, f"`pip install {how}`")
+
+
 def _is_there(path: str) -> Callable[[], str]:
     return lambda: "" if os.path.exists(path) else f"there is no {path}"
 
@@ -85,24 +92,18 @@ NEEDS = {
     "memory cgroups": _cgroup("memory"),
     "cpu cgroups": _cgroup("cpu"),
     "freezer cgroups": _cgroup("freezer"),
-    "libfaketime": Need(
-        lambda: "" if importlib.util.find_spec("libfaketime") else "the package libfaketime is not installed",
-        "`pip install libfaketime`",
-    ),
+    "libfaketime": _package("libfaketime", "libfaketime"),
     "chromium": _tool("chromium", "chromium"),
-    "playwright": Need(
-        lambda: "" if importlib.util.find_spec("playwright") else "the package playwright is not installed",
-        "`pip install playwright`",
-    ),
+    "playwright": _package("playwright", "playwright"),
     "the page": Need(
         lambda: "" if os.path.exists(os.path.join(_DASH, "index.html")) else "the page of `shoal dash` is not built",
         "`make page`, which needs npm",
     ),
     "axe-core": Need(_is_there(AXE), "`make page`, which needs npm"),
-    "mpi4py": Need(
-        lambda: "" if importlib.util.find_spec("mpi4py") else "the package mpi4py is not installed",
-        "`pip install 'shoal[mpi]'`",
-    ),
+    "java": _tool("java", "default-jre-headless"),
+    "mpi4py": _package("mpi4py", "'shoal[mpi]'"),
+    "pyspark": _package("pyspark", "'shoal[spark]'"),
+    "ray": _package("ray", "'shoal[ray]'"),
 }
 
 
