@@ -10,7 +10,7 @@ from shoal.spec.spans import SPANS
 
 
 class Clock:
-    """Adds up what calls of some groups took this rank, in `seconds`: waiting for others, and moving what they say."""
+    """Adds up in `seconds` what calls of some groups took: waiting for others, and moving what they say."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

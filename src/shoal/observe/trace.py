@@ -180,7 +180,12 @@ def _title(row: StepMetrics) -> str:
 def _parts(row: StepMetrics, begin: float, end: float, pid: int) -> Iterator[TraceEvent]:
     """Their lengths were measured; of waiting and communicating, which take turns, each is shown in one piece."""
     wait = "wait" if row.waited_for is None else f"wait for rank {row.waited_for}"
-    named = (("compute", "compute", row.compute), (wait, "wait", row.wait), ("communicate",) * 2 + (row.communicate,))
+    named = (
+        ("compute", "compute", row.compute),
+        (wait, "wait", row.wait - row.bubble),
+        ("bubble", "bubble", row.bubble),
+        ("communicate", "communicate", row.communicate),
+    )
     for name, kind, seconds in named:
         stop = min(end, begin + micros(seconds))
         if stop > begin:
@@ -208,7 +213,7 @@ def _arrows(metrics: Mapping[int, Sequence[StepMetrics]], scale: _Scale) -> Iter
     for rank, rows in newest.items():
         for row in rows.values():
             late = newest.get(-1 if row.waited_for is None else row.waited_for, {}).get(row.step)
-            if late is None or late is row or row.wait < ARROW_SHARE * step_seconds(row):
+            if late is None or late is row or row.wait - row.bubble < ARROW_SHARE * step_seconds(row):
                 continue
             assert row.waited_for is not None
             begin = scale.at(late.time) - micros(late.communicate + late.wait + late.other) - 1.0

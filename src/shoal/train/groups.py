@@ -15,8 +15,8 @@ class Groups:
     """`everyone` who trains; `copies`: those who hold the same part of the model; `parts`: those of the same copy.
 
     Where every worker holds a whole model, `copies` are all and `parts` nobody. Parts are `stages`, or `slices` of
-    layers, or both: then `stages` are those with the same slice of each, and `slices` those of the same stage. `clock`
-    knows how long we were held up by any of these.
+    layers, or both: then `stages` are those with the same slice of each, and `slices` those of the same stage.
+    `clock` knows how long we were held up by any of these.
     """
 
     everyone: Group

@@ -74,7 +74,8 @@ class Agreement:
         self._outer = Outer(sync, replica.flat, group)
         self.speeds = (0.0,) * group.size
         self._travel_seconds = 0.0
-        self._arrivals, self._late = Arrivals(group.rank), (0.0, None)
+        self._arrivals = Arrivals(group.rank)
+        self._late: tuple[float, int | None] = 0.0, None
         self._turn = 0
         self._forget()
 
@@ -140,7 +141,8 @@ class Agreement:
 
     def finish(self, standing: Standing) -> int:
         """A step is over for this copy. Returns what all workers wish for, if it is time to follow that."""
-        self._standing, self._late = standing, (0.0, None)
+        self._standing = standing
+        self._late = 0.0, None
         step = self._reached = standing.step + 1
         self._is_apart = [True] * len(self._spans)
         self._round = self._round or first_round(self._sync, standing.step)

@@ -14,7 +14,8 @@ from shoal.train.sync.local_rounds import Round
 
 STEP, WISH, SPEED, SECONDS, TRAVEL, BUSY, NUM_COLUMNS = range(7)
 """Columns of a row: the step reached, what is wished, seconds a sample, seconds of computing in this round, seconds
-that the last message travelled, seconds since the last one arrived everywhere. Behind them samples, one column a fragment, and the changing buffers."""
+that the last message travelled, seconds since it arrived. Behind them samples, one column a fragment, and the
+changing buffers."""
 
 
 @dataclass(frozen=True, slots=True)
