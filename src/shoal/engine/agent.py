@@ -223,7 +223,7 @@ class Agent:
         self.say("stacks", number, [asdict(stack) for stack in taken.values()])
 
     def _look_into(self, word: str, ranks: list[int]) -> None:
-        """Have py-spy look into workers, and send what it sees when it has: only one thread may talk to the launcher."""
+        """Have py-spy look into workers; what it saw is sent by `run`: one thread alone may use the line."""
         mine = {rank: pid for rank, pid in self._engine.pids.items() if rank in ranks}
         look_into_all(mine, lambda look: self._looks.put((word, look)))
 

@@ -1,6 +1,6 @@
 """Stacks from outside, by py-spy: with the frames of C and C++, and of processes that cannot answer any more.
 
-Who starts workers looks into them, on each machine the one that is there. That takes seconds, and is done in a thread;
+Who starts workers looks into them, on each machine the one that is there. That takes seconds, and a thread does it;
 what was seen is found in a file of the run folder by whoever asked, who has a word for it.
 """
 
@@ -35,7 +35,7 @@ class Look:
 
 
 def look_into_all(pids: Mapping[int, int], tell: Callable[[Look], None]) -> None:
-    """Look into these processes of this machine, by rank, one after the other. Returns at once; a thread calls `tell`."""
+    """Look into processes of this machine, by rank, one after the other. Returns at once; a thread calls `tell`."""
     threading.Thread(target=_look_into_each, args=(dict(pids), tell), name="shoal-look", daemon=True).start()
 
 

@@ -22,7 +22,7 @@ from shoal.spec.system import SystemSample
 RUN_PID = 1
 FIRST_RANK_PID = 2
 FIRST_NODE_PID = 1_000_000
-STEPS, INSIDE, PROCESS, EVENTS, WORLDS = range(1, 6)
+STEPS, INSIDE, PROCESS, EVENTS, WORLDS, BESIDE = range(1, 7)
 """Threads, as viewers call the lines of a process."""
 
 ARROW_SHARE = 0.05
@@ -138,7 +138,11 @@ def _names(material: Material) -> Iterator[TraceEvent]:
     ranks |= {rank for samples in material.samples.values() for sample in samples[-1:] for rank in sample.workers}
     for rank in sorted(ranks):
         threads = {STEPS: "steps", PROCESS: "process", EVENTS: "events"}
-        threads |= {INSIDE: "inside steps"} if material.spans.get(rank) else {}
+        spans = material.spans.get(rank, ())
+        threads |= {INSIDE: "inside steps"} if spans else {}
+        threads |= {
+            BESIDE + n: f"beside steps: {one_line(name)}" for n, name in enumerate(_threads_of(spans)) if name
+        }
         yield from _name(FIRST_RANK_PID + rank, f"rank {rank}", 1 + rank, threads)
     for number, node in enumerate(sorted(material.samples)):
         yield from _name(FIRST_NODE_PID + number, f"node {one_line(node)}", FIRST_NODE_PID + number, {})
@@ -237,7 +241,23 @@ def _arrow(phase: str, number: int, moment: float, pid: int) -> TraceEvent:
 
 
 def _spans(rank: int, spans: Iterable[Span], scale: _Scale) -> Iterator[TraceEvent]:
-    """What a rank recorded inside of steps; one is inside of another, or after it."""
+    """What a rank recorded inside of steps, in each of its threads; one is inside of another there, or after it."""
+    spans = list(spans)
+    for number, name in enumerate(_threads_of(spans)):
+        mine = [span for span in spans if _thread_of(span) == name]
+        yield from _line_of_spans(rank, mine, BESIDE + number if name else INSIDE, scale)
+
+
+def _thread_of(span: Span) -> str:
+    return str(span.args.get("thread", ""))
+
+
+def _threads_of(spans: Iterable[Span]) -> list[str]:
+    """The main one is first, and has no name."""
+    return sorted({"", *map(_thread_of, spans)})
+
+
+def _line_of_spans(rank: int, spans: Iterable[Span], tid: int, scale: _Scale) -> Iterator[TraceEvent]:
     open_ends: list[float] = []
     for span in sorted(spans, key=lambda each: (each.start, -each.seconds)):
         begin = scale.at(scale.clocks.common(rank, span.start))
@@ -247,7 +267,7 @@ def _spans(rank: int, spans: Iterable[Span], scale: _Scale) -> Iterator[TraceEve
         end = min([end, *open_ends[-1:]])
         open_ends.append(end)
         args = {"step": span.step, **{name: finite(value) for name, value in span.args.items()}}
-        yield _slice(one_line(span.name), one_line(span.kind), begin, end, FIRST_RANK_PID + rank, INSIDE, args)
+        yield _slice(one_line(span.name), one_line(span.kind), begin, end, FIRST_RANK_PID + rank, tid, args)
 
 
 def _lives(events: Iterable[Event], scale: _Scale) -> Iterator[TraceEvent]:

@@ -11,6 +11,7 @@ from shoal.comm.group import Group
 from shoal.data.ledger import Place
 from shoal.elastic.commit import Report, outcome_of
 from shoal.spec.errors import UserError
+from shoal.spec.spans import SPANS
 from shoal.spec.strategy import Local
 from shoal.train.handover import share_facts
 from shoal.train.replica import Replica
@@ -250,6 +251,8 @@ class Agreement:
         began = time.perf_counter()
         flight.wait()
         blocked = time.perf_counter() - began
+        if SPANS.is_on:
+            SPANS.add("wait for what all agree on", "wait", began)
         assert flight.met is not None
         late = self._arrivals.judge(flight.met.told.column(BUSY), blocked)
         self._late = max(self._late, late, key=lambda each: each[0])
