@@ -624,7 +624,7 @@ def test_a_run_on_hosts_can_be_asked_and_told(hosts: Box) -> None:
     if find_py_spy():  # the agents ran it, who are not the launcher
         shown = native.stdout.split("--- rank ")[1:]
         assert len(shown) == 2
-        assert all("train.py" in text and "Thread" in text or "may not look into" in text for text in shown)
+        assert all(("train.py" in text and "Thread" in text) or "may not look into" in text for text in shown)
     else:
         assert "on each machine of the run" in native.stderr
     resized = hosts.run("resize", "r", "-n", "1")

@@ -62,11 +62,16 @@ def find_straggler(rows: Rows, *, are_alike: bool = True, shares: Shares | None 
     few = common[-NUM_STEPS:]
     is_long = median([_length(rows, step) for step in few]) >= LONG_STEP_SECONDS
     number, least = (NUM_LONG_STEPS, MIN_LONG_SLOW) if is_long else (NUM_STEPS, MIN_SLOW)
-    few, before = common[-number:], common[:-number]
+    few = common[-number:]
     if len(few) < number:
         return None
     if late := _waited_for(rows, few, least):
         return late
+    # Copies that train by themselves have no samples at all in some steps, where one of them is given less.
+    busy = [step for step in common if all(mine[step].num_samples for mine in rows.values())]
+    few, before = busy[-number:], busy[:-number]
+    if len(few) < number:
+        return None
     slow = _slowed_down(rows, few, before, least, are_alike=are_alike)
     return slow if slow and _is_by_samples(rows[slow.rank], few, (shares or {}).get(slow.rank, {})) else None
 
