@@ -1,5 +1,8 @@
 """Whether a run that falls ill says what it has, and who: twelve illnesses, given to real processes one at a time.
 
+Three more are counted by themselves: a slow stage of a pipeline, a slow worker among those that hold slices of
+layers, and a slow copy of those that train by themselves.
+
 In each trial it is another rank's turn, of three; up to three trials follow each other in one run. One is **right**
 if the first `diagnosis` in the journal (or, where the disk is full, on the terminal) has the right cause and the
 right rank, and comes at most 5 s after the illness was first felt: the worker was killed or stopped, the first slow
@@ -9,9 +12,9 @@ counts as wrong, also beside a right one: **precision** is the right ones of all
 **A slow rank** takes twice as long for each sample from a random moment on. Counted is in how many steps of the run
 it is named.
 
-**Clean minutes** are of runs that nothing is done to: over shared memory, over sockets, elastic. Any diagnosis there
-is a false alarm. `--clean-minutes` says how long; the goal is 30. They pass while the trials are made, on a machine
-that is busy with these.
+**Clean minutes** are of runs that nothing is done to: over shared memory, over sockets, elastic, in a pipeline, and
+of copies that train by themselves. Any diagnosis there is a false alarm, and so is any alert. `--clean-minutes` says
+how long; the goal is 30. They pass while the trials are made, on a machine that is busy with these.
 
 Ctrl-C ends it early, with what is known by then.
 
@@ -50,6 +53,8 @@ TRIALS = 10
 LIMIT_SECONDS = 5.0
 PATIENCE_SECONDS = 20.0
 READY_SECONDS = 90.0
+WAYS = {"slow_stage": "split=pipeline:3,microbatches=4", "slow_slice": "split=tensor:3", "slow_copy": "sync=local:4"}
+"""What the slow rank has of a model, and how the run is started then."""
 FEW_STEPS = 45
 """A run that has taken so many is well, and may fall ill."""
 
@@ -128,7 +133,7 @@ class Illness:
     """`causes` are those that are right. `strike(run)` gives it to a run; None: it has it from the beginning.
 
     `is_anyones`: the rank says nothing, because all of them share what is broken. `heal(run)` ends it, and another
-    rank of the same run may have it next; None: the run is not good for more.
+    rank of the same run may have it next; None: the run is not good for more. `is_extra`: not one of the twelve.
     """
 
     name: str
@@ -140,6 +145,7 @@ class Illness:
     env: Mapping[str, str] = field(default_factory=dict)
     needs_hosts: bool = False
     needs_small_disk: bool = False
+    is_extra: bool = False
 
 
 def wait_until(condition: Callable[[], object], seconds: float) -> bool:
@@ -239,7 +245,8 @@ def try_some(
     results = []
     with start(illness, patients[0], cluster, is_elastic) as run:
         for patient in patients:
-            results.append(_try_once(illness, patient, run))
+            is_anyones = {"is_anyones": True} if illness.is_anyones else {}
+            results.append(_try_once(illness, patient, run) | is_anyones)
             say(f"{illness.name} of rank {patient}: {results[-1]}")
             is_over = illness.name == "dead" and not is_elastic
             if illness.heal is None or is_over or run.process.poll() is not None:
@@ -343,6 +350,17 @@ def illnesses(cluster: Cluster | None) -> list[Illness]:
         Illness(name="disk_full", causes=("disk_full",), strike=fill, is_anyones=True, needs_small_disk=True),
         Illness(name="clock_skew", causes=("clock_skew",), strike=skew, needs_hosts=True),
         Illness(name="diverged", causes=("diverged",), strike=by_script, heal=heal_script, options=tcp),
+        *(
+            Illness(
+                name=name,
+                causes=("slow_compute",),
+                strike=by_script,
+                heal=heal_script,
+                options=("-o", option),
+                is_extra=True,
+            )
+            for name, option in WAYS.items()
+        ),
     ]
 
 
@@ -414,11 +432,19 @@ def _await_end(run: Run, seconds: float) -> None:
 
 def measure_clean(minutes: float) -> dict[str, Any]:
     """Runs that nothing is done to, one after the other, and what they told nevertheless."""
-    kinds = {"shared memory": (), "sockets": ("-o", "transport=tcp"), "elastic": ()}
+    kinds = {
+        "shared memory": "none",
+        "sockets": "none",
+        "elastic": "none",
+        "pipeline": "slow_stage",
+        "local": "slow_copy",
+    }
     alarms: list[str] = []
+    alerts: list[str] = []
     spent = 0.0
-    for name, options in kinds.items():
-        illness = Illness(name="none", causes=(), options=options)
+    for name, way in kinds.items():
+        option = "transport=tcp" if name == "sockets" else WAYS.get(way)
+        illness = Illness(name=way, causes=(), options=("-o", option) if option else ())
         if _is_over.is_set():
             break
         with start(illness, 0, None, is_elastic=name == "elastic") as run:
@@ -427,8 +453,16 @@ def measure_clean(minutes: float) -> dict[str, Any]:
             _await_end(run, 60 * minutes / len(kinds))
             spent += time.monotonic() - began
             alarms += [f"{name}: {text}" for text in _tell(run.diagnoses())]
-            say(f"clean, {name}: {run.last_step()} steps, alarms {alarms}")
-    return {"minutes": round(spent / 60, 2), "alarms": alarms, "num_alarms": len(alarms)}
+            found = [event for event in run.events() if event.kind == "alert"]
+            alerts += [f"{name}: {event.data.get('rule')} of rank {event.rank}" for event in found]
+            say(f"clean, {name}: {run.last_step()} steps, alarms {alarms}, alerts {alerts}")
+    return {
+        "minutes": round(spent / 60, 2),
+        "alarms": alarms,
+        "num_alarms": len(alarms),
+        "alerts": alerts,
+        "num_alerts": len(alerts),
+    }
 
 
 def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
@@ -460,23 +494,40 @@ def summarize(results: Mapping[str, list[dict[str, Any]]], clean: Mapping[str, A
                 "most steps": max(steps, default=""),
             }
         )
-    every = [trial for trials in results.values() for trial in trials]
-    num_right = sum(trial["verdict"] == "right" for trial in every)
+    extra = [trial for name in WAYS for trial in results.get(name, ())]
+    every = [trial for name, trials in results.items() if name not in WAYS for trial in trials]
     told = sum(trial.get("num_told", 0) for trial in every)
     precision = sum(trial.get("num_right", 0) for trial in every) / max(1, told)
     slow = [trial["steps"] for trial in results.get("slow_backward", []) if "steps" in trial]
     return {
         "rows": rows,
         "checks": [
-            _check("right rank and cause in 5 s", num_right / max(1, len(every)), "≥ 0.95"),
+            _right("right rank and cause in 5 s", every),
             _check("precision", precision, "≥ 0.95"),
             _check("steps until a rank twice as slow is named, most", float(max(slow, default=999)), "≤ 20"),
+            *([_right("slow parts and copies right in 5 s", extra)] if extra else []),
+            _check(f"alerts in {clean['minutes']} clean minutes", float(clean["num_alerts"]), "≤ 0"),
             _check(f"alarms in {clean['minutes']} clean minutes", float(clean["num_alarms"]), "≤ 0"),
         ],
-        "notes": harness.tell_company(),
+        "notes": [*harness.tell_company(), *_tell_anyones(results)],
         "trials": dict(results),
         "clean": dict(clean),
     }
+
+
+def _right(what: str, trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    num_right = sum(trial["verdict"] == "right" for trial in trials)
+    return _check(what, num_right / max(1, len(trials)), "≥ 0.95")
+
+
+def _tell_anyones(results: Mapping[str, list[dict[str, Any]]]) -> list[str]:
+    """Of which trials the rank says nothing."""
+    numbers = {name: sum(trial.get("is_anyones", False) for trial in trials) for name, trials in results.items()}
+    return [
+        f"{count} of {len(results[name])} trials of {name} count whichever rank is named: all share what is broken"
+        for name, count in numbers.items()
+        if count
+    ]
 
 
 def _check(what: str, measured: float, goal: str) -> dict[str, Any]:

@@ -4,14 +4,24 @@
 and then it is written down: the step's 11 numbers, and 10 of the user's own. Contenders take turns in every worker.
 Beside the step's time, which a busy machine blurs, stand the time that the loop itself spends in those calls, and the
 processor time of all threads and of processes that a contender has started. Then 2,000 points a second, one a call.
+
+**A Trainer**: the same with a real training of 4 workers, whose loss sleeps 20 ms. *On* is `shoal run` with all that
+it does by itself (metrics, journal, progress, diagnosing, alerts, samples of the machine, early spans), ten numbers
+of the user's own a step, and an exporter (`--to csv`). *Off* are four processes with torchrun's variables that write
+nothing down. They are runs of their own that take turns; warm-up is left out. Stamping who came when cannot be off.
 """
 
 import contextlib
+import json
 import os
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -36,6 +46,9 @@ TAGS = (
     *("train/loss", "train/lr", "train/epoch", "train/grad_norm", "speed/samples_per_second", "speed/step_seconds"),
     *("time/compute", "time/communicate", "time/wait", "time/load", "time/other"),
 )
+TRAINING = str(Path(__file__).parent / "watched" / "train.py")
+TRAINING_STEPS, WARM_STEPS = 400, 30
+TRAINING_SECONDS = 300.0
 OWN = tuple(f"own/{number}" for number in range(10))
 
 
@@ -165,6 +178,12 @@ def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
     results = launch(compete, NUM_WORKERS, rounds, is_quick)
     say("eyes: points")
     points = launch(compete_in_points, 1, rounds, is_quick)[0]
+    say("eyes: a Trainer")
+    trained = measure_training(rounds, is_quick)
+    costs = {
+        name: summarize([100 * (on / off - 1) for on, off in zip(each["on"], each["off"], strict=True)])
+        for name, each in trained.items()
+    }
     names = list(results[0]["steps"])
     steps = {name: _over_workers(results, "steps", name) for name in names}
     calls = {name: _over_workers(results, "calls", name) for name in names}
@@ -190,6 +209,14 @@ def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
     return {
         "rows": rows,
         "more": {
+            "a Trainer of 4 workers, a step": [
+                {
+                    "what": way,
+                    "median, ms": summarize([1e3 * value for value in trained["median"][way]]),
+                    "mean, ms": summarize([1e3 * value for value in trained["mean"][way]]),
+                }
+                for way in ("on", "off")
+            ],
             "times what shoal takes": [
                 {
                     "peer": name,
@@ -203,6 +230,8 @@ def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
             ],
         },
         "checks": [
+            check("a Trainer's median step with everything on, % more than off", costs["median"], "≤ 1"),
+            check("a Trainer's mean step with everything on, % more than off", costs["mean"], "≤ 1"),
             check("step time with everything on, % more than off", added["shoal"], "≤ 1"),
             check("time in the loop, % of 20 ms", in_loop, "≤ 1"),
             check("processor time, % of 20 ms", processor, "≤ 1"),
@@ -216,12 +245,69 @@ def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
             *(f"{name} is not installed and was left out" for name in ("tensorboard", "wandb") if name not in names),
         ],
         "added_percent": added,
+        "samples_training_seconds": trained,
         "samples_seconds": steps,
         "samples_mean_seconds": {name: _over_workers(results, "means", name) for name in names},
         "samples_call_seconds": calls,
         "samples_processor_seconds": used,
         "samples_points": points,
     }
+
+
+def measure_training(rounds: int, is_quick: bool) -> dict[str, dict[str, list[float]]]:
+    """What a step of a Trainer takes, the mean over workers: median and mean -> on and off -> one a round."""
+    found: dict[str, dict[str, list[float]]] = {what: {"on": [], "off": []} for what in ("median", "mean")}
+    for number in range(rounds):
+        for way in ("on", "off")[:: 1 if number % 2 else -1]:
+            for what, seconds in train(way, WARM_STEPS + (10 if is_quick else TRAINING_STEPS)).items():
+                found[what][way].append(seconds)
+    return found
+
+
+def train(way: str, num_steps: int) -> dict[str, float]:
+    """One run of four workers."""
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, "SHOAL_HOME": f"{folder}/home", "OMP_NUM_THREADS": "1", "WATCHED": way}
+        words = [TRAINING, folder, str(num_steps)]
+        if way == "on":
+            options = ["-n", str(NUM_WORKERS), "--threads", "1", "--to", "csv", "--log-dir", f"{folder}/run"]
+            commands = [[sys.executable, "-m", "shoal", "run", *options, *words]]
+            envs = [env]
+        else:
+            port = _free_port()
+            commands = [[sys.executable, *words]] * NUM_WORKERS
+            envs = [env | _place_of(rank, port) for rank in range(NUM_WORKERS)]
+        quiet = subprocess.DEVNULL
+        started = [
+            subprocess.Popen(command, env=each, stdin=quiet, stdout=quiet)
+            for command, each in zip(commands, envs, strict=True)
+        ]
+        try:
+            codes = [process.wait(TRAINING_SECONDS) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        if any(codes):
+            raise RuntimeError(f"the training with everything {way} ended with {codes}")
+        times = [json.loads(Path(folder, f"{rank}.json").read_text())[WARM_STEPS:] for rank in range(NUM_WORKERS)]
+    return {
+        "median": statistics.mean(statistics.median(each) for each in times),
+        "mean": statistics.mean(statistics.mean(each) for each in times),
+    }
+
+
+def _place_of(rank: int, port: str) -> dict[str, str]:
+    """What torchrun tells a worker."""
+    size, number = str(NUM_WORKERS), str(rank)
+    here = {"LOCAL_RANK": number, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0"}
+    return {"RANK": number, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **here}
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def _over_workers(results: list[dict[str, Any]], what: str, name: str) -> list[float]:

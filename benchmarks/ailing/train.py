@@ -21,6 +21,9 @@ STEP_SECONDS = float(os.environ.get("AILING_STEP_SECONDS", "0.08"))
 BATCH, LENGTH = 48, 64
 IS_PATIENT = int(os.environ.get("RANK", "0")) == PATIENT
 SECONDS_PER_VALUE = STEP_SECONDS * int(os.environ.get("WORLD_SIZE", "1")) / (BATCH * LENGTH)
+IS_SPLIT = ILLNESS in ("slow_stage", "slow_slice")
+CALLS = 4 if ILLNESS == "slow_stage" else 1
+"""How often the loss is called in a step, on each of the workers that hold a copy together."""
 GO, STRUCK = str(FOLDER / "go"), FOLDER / "struck"
 
 
@@ -69,13 +72,16 @@ class Cost(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        slower = 2 if is_ill("slow_backward") else 1
+        slower = 2 if is_ill("slow_backward") or is_ill("slow_copy") else 1
         time.sleep(slower * SECONDS_PER_VALUE * context.num_values)
         return gradient, None
 
 
 def make() -> nn.Module:
     torch.manual_seed(0)
+    if IS_SPLIT:  # as many equal layers for each
+        layers = [layer for _ in range(6) for layer in (nn.Linear(192, 192), nn.ReLU())]
+        return nn.Sequential(nn.Linear(8, 192), *layers, nn.Linear(192, 10))
     width = 512 if not (IS_PATIENT and ILLNESS == "shape_mismatch") else 513
     return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 512), nn.ReLU(), nn.Linear(512, 10))
 
@@ -88,6 +94,9 @@ def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
         Path(GO).unlink(missing_ok=True)
     if is_ill("disk_full"):
         Path(os.environ["AILING_SCRATCH"], "cache").write_bytes(bytes(8 << 20))
+    if IS_SPLIT:  # every worker calls this, and takes its time
+        time.sleep((2 if is_ill(ILLNESS) else 1) * STEP_SECONDS / CALLS)
+        return nn.functional.cross_entropy(model(values.view(len(labels), -1, 8).mean(1)), labels)
     outputs = model(values.view(len(labels), -1, 8).mean(1))
     outputs = Cost.apply(outputs, values.numel())
     found = nn.functional.cross_entropy(outputs, labels)

@@ -33,6 +33,8 @@ def answer(
         return _kill(_whole(request, "rank"), str(request.get("signal")), engine, elastic, write)
     if verb == "stacks":
         return _stacks(take_stacks)
+    if verb == "look":
+        return _look_into(request, engine, run_dir)
     if verb == "record":
         return _record(request, engine.pids, run_dir)
     raise UserError(f"This launcher does not know the request {str(verb)[:40]!r}.", hint="is it of another version?")
@@ -43,6 +45,15 @@ def _stacks(take_stacks: "TakeStacks") -> dict[str, Any]:
     taken = take_stacks("`shoal stacks` asked").values()
     keys = ("rank", "pid", "path", "begin", "why_none", "working_dir")
     return {"stacks": [{key: getattr(stack, key) for key in keys} for stack in taken]}
+
+
+def _look_into(request: Mapping[str, Any], engine: "Engine", run_dir: str) -> dict[str, Any]:
+    """Have py-spy look into workers where they run. What it sees is in the run folder some seconds later."""
+    asked = request.get("ranks")
+    ranks = [rank for rank in asked if rank in engine.pids] if isinstance(asked, list) else sorted(engine.pids)
+    word = os.urandom(8).hex()
+    engine.look_into(run_dir, ranks, word)
+    return {"id": word, "ranks": ranks}
 
 
 def _record(request: Mapping[str, Any], pids: Mapping[int, int], run_dir: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal.elastic.stall import Stall, Stalled
 from shoal.engine.entry import stacks_file
-from shoal.engine.native import find_py_spy, is_here, look_into, need_py_spy
+from shoal.engine.native import Look, read_look
 from shoal.engine.requests import ask
 from shoal.engine.stacks import Stack, read_text
 from shoal.engine.story import ranks as name_ranks
@@ -16,6 +16,8 @@ from shoal.observe.clean import clean
 from shoal.observe.runs import RunInfo
 from shoal.spec.errors import UserError
 from shoal.spec.event import Event
+
+LOOK_SECONDS = 60.0
 
 TakeStacks = Callable[[str], Mapping[int, Stack]]
 """(reason) -> what every worker that runs is doing now."""
@@ -113,23 +115,35 @@ def read_stacks(answer: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> li
     return [Stack(**{**each, "text": read_text(each["path"], each["begin"])}) for each in wanted]
 
 
-def add_native(stacks: Sequence[Stack], launcher: int | None, *, is_wanted: bool) -> dict[int, str]:
+def add_native(run: RunInfo, stacks: Sequence[Stack], *, is_wanted: bool) -> dict[int, str]:
     """What py-spy sees from outside, by rank: of all if that is wanted, else of those that do not answer.
 
-    Raises UserError where it is wanted and cannot be had at all.
+    It runs on the machine of each. Raises UserError where it is wanted and on none of them.
     """
-    silent = [stack for stack in stacks if is_wanted or not stack.thread]
-    program = need_py_spy() if is_wanted else find_py_spy() if silent else None
-    if program is None:
+    silent = [stack.rank for stack in stacks if is_wanted or not stack.thread]
+    if not silent:
         return {}
-    found: dict[int, str] = {}
-    for stack in silent:
-        if is_here(stack.pid, launcher):
-            text, why = look_into(program, stack.pid)
-        else:
-            text, why = "", "it is on another machine: run `py-spy dump --native --pid PID` there"
-        if text or is_wanted:
-            found[stack.rank] = clean_lines(text) or why
+    asked = ask_running(run, {"verb": "look", "ranks": silent})
+    looks = _await_looks(run.path, str(asked["id"]), asked["ranks"])
+    if is_wanted and looks and not any(look.has_program for look in looks.values()):
+        raise UserError(
+            "py-spy is not installed.", hint="run `pip install 'shoal[py-spy]'` on each machine of the run"
+        )
+    found = {
+        rank: clean_lines(look.text) or clean(look.why) for rank, look in looks.items() if look.text or is_wanted
+    }
+    nothing = f"nothing was seen of it within {LOOK_SECONDS:.0f} s" if is_wanted else ""
+    return found | {rank: nothing for rank in silent if nothing and rank not in found}
+
+
+def _await_looks(run_dir: str, word: str, ranks: Sequence[int]) -> dict[int, Look]:
+    """Machines look at the same time, each into one worker after the other."""
+    found: dict[int, Look] = {}
+    deadline = time.monotonic() + LOOK_SECONDS
+    while len(found) < len(ranks) and time.monotonic() < deadline:
+        time.sleep(0.02)
+        looks = {rank: read_look(run_dir, word, rank) for rank in ranks if rank not in found}
+        found |= {rank: look for rank, look in looks.items() if look is not None}
     return found
 
 

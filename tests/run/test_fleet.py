@@ -24,6 +24,7 @@ from shoal.engine.entry import command_of
 from shoal.engine.fleet import Fleet
 from shoal.engine.hosts import Host, HostsGround, first_words, parse_hosts
 from shoal.engine.mpi import make_ground
+from shoal.engine.native import find_py_spy
 from shoal.engine.wire import Invitation
 from shoal.spec.errors import UserError
 from shoal.spec.job import WorkerExit, WorkerSpec
@@ -610,6 +611,14 @@ def test_a_run_on_hosts_can_be_asked_and_told(hosts: Box) -> None:
     stacks = hosts.run("stacks", "r")
     assert stacks.returncode == 0, stacks.stderr
     assert stacks.stdout.count("train.py") >= 2
+    native = hosts.run("stacks", "r", "--native")
+    assert native.returncode == (0 if find_py_spy() else 2), native.stderr
+    if find_py_spy():  # the agents ran it, who are not the launcher
+        shown = native.stdout.split("--- rank ")[1:]
+        assert len(shown) == 2
+        assert all(("train.py" in text and "Thread" in text) or "may not look into" in text for text in shown)
+    else:
+        assert "on each machine of the run" in native.stderr
     resized = hosts.run("resize", "r", "-n", "1")
     assert "not elastic" in resized.stderr
     killed = hosts.run("kill", "r", "--rank", "1")

@@ -65,6 +65,18 @@ class TestStraggler:
         assert found is not None
         assert (found.rank, found.part) == (2, "compute")
 
+    def test_a_copy_that_has_no_samples_in_some_steps_is_compared_in_the_others(self):
+        rows = rows_of(3, 50, slow(2, 20, compute=2.0))
+        for step in range(20, 50, 3):  # it is given less, a step at a time
+            rows[2][step] = rows[2][step]._replace(compute=0.0, num_samples=0)
+            rows[0][step] = rows[0][step]._replace(compute=0.06, num_samples=32)
+        for step in range(20, 50):  # and nobody waits
+            rows[1][step] = rows[1][step]._replace(between=0.03)
+            rows[0][step] = rows[0][step]._replace(between=0.03 if step % 3 != 2 else 0.0)
+        found = find_straggler(rows)
+        assert found is not None
+        assert (found.rank, found.part) == (2, "compute")
+
     @pytest.mark.parametrize(("before", "is_slow"), [(0.06, True), (0.03, False)])
     def test_a_rank_with_fewer_samples_is_slow_only_if_it_took_longer_with_more(self, before, is_slow):
         # What takes as long with 8 samples as with 16 is not spent on samples.

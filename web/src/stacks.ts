@@ -10,24 +10,28 @@ interface Stack { rank: number; pid: number; where: string; lines: string[] }
 export function showStacks(root: HTMLElement, run: Run): View {
   const button = h("button", { type: "button", class: "main" }, "Take stacks of all ranks");
   const place = h("div", null);
+  const native = h("button", { type: "button", hidden: true }, "With frames of C");
   const words = h("span", { class: "quiet small" }, "Takes some milliseconds of the run’s time. The same as ", h("code", null, `shoal stacks`), ".");
-  button.addEventListener("click", async () => {
-    button.disabled = true;
+  const take = async (query: string): Promise<void> => {
+    button.disabled = native.disabled = true;
     fill(place, h("p", { class: "quiet", role: "status" }, "Asking the launcher …"));
     try {
-      const { stacks, time } = await post<{ stacks: Stack[]; time: number }>(`runs/${encodeURIComponent(run.id)}/stacks`);
+      const { stacks, time, has_native } = await post<{ stacks: Stack[]; time: number; has_native: boolean }>(`runs/${encodeURIComponent(run.id)}/stacks${query}`);
+      native.hidden = !has_native;
       fill(place, stacks.length ? h("div", { class: "stack" }, h("p", { class: "quiet small" }, `Taken at ${clock(time)}`), ...stacks.map(card)) : empty("No worker runs now."));
       root.dataset.drawn = String(stacks.length);
     } catch (error) {
       fill(place, failure(error));
     }
-    button.disabled = run.status !== "running";
-  });
+    look();
+  };
+  button.addEventListener("click", () => take(""));
+  native.addEventListener("click", () => take("?native=1"));
   const look = (): void => {
-    button.disabled = run.status !== "running";
+    button.disabled = native.disabled = run.status !== "running";
     if (run.status !== "running" && !place.childElementCount) fill(place, empty("This run has ended.", "Stacks are taken of workers that run."));
   };
-  fill(root, h("div", { class: "tools" }, button, words), place);
+  fill(root, h("div", { class: "tools" }, button, native, words), place);
   look();
   return { news: look };
 }

@@ -330,23 +330,29 @@ class Dash:
         return answer(request, {"nodes": await asyncio.to_thread(tell)})
 
     async def take_stacks(self, request: Request) -> Response:
-        from shoal.hanging import ask_running, read_stacks, tell_stack
+        from shoal.engine.native import find_py_spy
+        from shoal.hanging import add_native, ask_running, read_stacks, tell_stack
 
         listed = await self._listed(request)
+        is_native = "native" in request.query_params
 
         def ask() -> list[dict[str, Any]]:
-            found = read_stacks(ask_running(_now(listed), {"verb": "stacks"})["stacks"], ())
+            run = _now(listed)
+            found = read_stacks(ask_running(run, {"verb": "stacks"})["stacks"], ())
+            native = add_native(run, found, is_wanted=is_native)
+            texts = {stack.rank: stack.text or stack.why_none for stack in found} | native
             return [
                 {
                     "rank": stack.rank,
                     "pid": stack.pid,
                     "where": one_line(tell_stack(stack)),
-                    "lines": [logs.show(line) for line in (stack.text or stack.why_none).strip().split("\n")[:400]],
+                    "lines": [logs.show(line) for line in texts[stack.rank].strip().split("\n")[:400]],
                 }
                 for stack in found
             ]
 
-        return answer(request, {"stacks": await asyncio.to_thread(ask), "time": time.time()})
+        facts = {"stacks": await asyncio.to_thread(ask), "time": time.time(), "has_native": find_py_spy() is not None}
+        return answer(request, facts)
 
     async def show_jobs(self, request: Request) -> Response:
         """The queue, the nodes, the people and the shares of the service, as its owner or guest may see them."""

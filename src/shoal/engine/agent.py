@@ -7,6 +7,7 @@ killed.
 
 import contextlib
 import os
+import queue
 import signal
 import socket
 import sys
@@ -22,6 +23,7 @@ from shoal.engine.entry import script_of
 from shoal.engine.env import AGENT, given_gpus, leave_mpirun
 from shoal.engine.local import LocalEngine
 from shoal.engine.machine import available_cores, available_memory_bytes, interfaces
+from shoal.engine.native import Look, look_into_all
 from shoal.engine.ports import ReservedPorts
 from shoal.engine.ways import Bell, try_places
 from shoal.engine.wire import Invitation, Line, Refused, call_launcher
@@ -99,6 +101,7 @@ class Agent:
         self._stopping: tuple[int, float] | None = None
         self._is_paused = False
         self._silence = 0.0
+        self._looks: queue.SimpleQueue[tuple[str, Look]] = queue.SimpleQueue()
         self._acts: dict[str, Callable[..., None]] = {
             "start": self._start,
             "tell": self._tell,
@@ -106,6 +109,7 @@ class Agent:
             "signal": self._signal,
             "spare": self._keep_spare,
             "stacks": self._take_stacks,
+            "look": self._look_into,
             "try": self._try_ways,
             "stop": self._stop,
             "beat": self._tell_time,
@@ -160,6 +164,9 @@ class Agent:
         else:
             time.sleep(0.01)
         self._bell.silence()
+        while not self._looks.empty():
+            word, look = self._looks.get()
+            self.say("look", word, asdict(look))
         heard = self._line.num_heard_bytes
         for kind, *arguments in self._line.receive():
             self._acts[kind](*arguments)
@@ -214,6 +221,11 @@ class Agent:
     def _take_stacks(self, number: int, run_dir: str, reason: str, working_dir: str) -> None:
         taken = self._engine.take_stacks(run_dir, reason, move(working_dir, self._moved))
         self.say("stacks", number, [asdict(stack) for stack in taken.values()])
+
+    def _look_into(self, word: str, ranks: list[int]) -> None:
+        """Have py-spy look into workers; what it saw is sent by `run`: one thread alone may use the line."""
+        mine = {rank: pid for rank, pid in self._engine.pids.items() if rank in ranks}
+        look_into_all(mine, lambda look: self._looks.put((word, look)))
 
     def _try_ways(self, number: int, places: list[tuple[str, int]]) -> None:
         """Connect to bells of others. Takes seconds where something is in the way."""

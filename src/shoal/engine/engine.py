@@ -100,6 +100,10 @@ class Engine(Protocol):
         """
         ...
 
+    def look_into(self, run_dir: str, ranks: Sequence[int], word: str) -> None:
+        """Have py-spy look into these workers on their machines. Returns at once: see `engine.native`."""
+        ...
+
     @property
     def pids(self) -> Mapping[int, int]:
         """The processes that run now, by rank; on their machines."""

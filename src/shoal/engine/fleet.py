@@ -149,6 +149,7 @@ class Fleet:
         self._is_elastic = self._is_gathered = self._has_started = False
         self._is_listening = False
         self._late: list[tuple[_Agent, list[Any]]] = []
+        self._looks: dict[str, str] = {}
         self._num_late_bytes = 0
         self._is_closed = threading.Event()
         self._exits: list[WorkerExit] = []
@@ -380,6 +381,20 @@ class Fleet:
         taken = [Stack(**facts) for answer in reply.values for facts in answer]
         return {stack.rank: keep_text(stack) for stack in taken if stack.rank in self._workers}
 
+    def look_into(self, run_dir: str, ranks: Sequence[int], word: str) -> None:
+        self._looks = {word: run_dir}
+        for agent in self._agents:
+            if mine := [rank for rank in ranks if rank in self._workers and self._workers[rank].agent is agent]:
+                self._send(agent, ["look", word, mine])
+
+    def _keep_look(self, agent: _Agent, word: str, facts: dict[str, Any]) -> None:
+        from shoal.engine.native import Look, write_look
+
+        look = msgspec.convert(facts, Look)
+        worker = self._workers.get(look.rank)
+        if word in self._looks and worker is not None and worker.agent is agent:
+            write_look(self._looks[word], word, look)
+
     @property
     def pids(self) -> dict[int, int]:
         return {rank: worker.pid for rank, worker in self._workers.items()}
@@ -483,6 +498,8 @@ class Fleet:
                 self._answer(agent, kind, *facts)
             case "clock":
                 self._read_clock(agent, *facts)
+            case "look":
+                self._keep_look(agent, *facts)
             case "system" if self._is_listening and agent.berth is not None:
                 sample = msgspec.convert(facts[0], SystemSample)
                 self._listener.system(replace(sample, node=agent.berth.node))

@@ -187,6 +187,12 @@ class LocalEngine:
 
         return take_stacks(run_dir, self.pids, reason, working_dir)
 
+    def look_into(self, run_dir: str, ranks: Sequence[int], word: str) -> None:
+        from shoal.engine.native import look_into_all, write_look
+
+        mine = {rank: pid for rank, pid in self.pids.items() if rank in ranks}
+        look_into_all(mine, lambda look: write_look(run_dir, word, look))
+
     def close(self) -> None:
         self._close()
         for ports in self._ports:

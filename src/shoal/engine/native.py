@@ -1,13 +1,21 @@
-"""Stacks from outside, by py-spy: with the frames of C and C++, and of processes that cannot answer any more."""
+"""Stacks from outside, by py-spy: with the frames of C and C++, and of processes that cannot answer any more.
 
+Who starts workers looks into them, on each machine the one that is there. That takes seconds, and a thread does it;
+what was seen is found in a file of the run folder by whoever asked, who has a word for it.
+"""
+
+import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
-
-from shoal.spec.errors import UserError
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 
 DUMP_SECONDS = 20.0
+MAX_CHARS = 500_000
 
 
 def find_py_spy() -> str | None:
@@ -16,22 +24,56 @@ def find_py_spy() -> str | None:
     return beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
 
 
-def need_py_spy() -> str:
-    found = find_py_spy()
-    if found is None:
-        raise UserError("py-spy is not installed.", hint="run `pip install 'shoal[py-spy]'`")
-    return found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What was seen of one worker: `text`, or `why` nothing was. `has_program`: py-spy is there, where it runs."""
+
+    rank: int
+    text: str = ""
+    why: str = ""
+    has_program: bool = True
 
 
-def is_here(pid: int, launcher: int | None) -> bool:
-    """Whether a worker is a process of this machine: then its launcher is its parent."""
+def look_into_all(pids: Mapping[int, int], tell: Callable[[Look], None]) -> None:
+    """Look into processes of this machine, by rank, one after the other. Returns at once; a thread calls `tell`."""
+    threading.Thread(target=_look_into_each, args=(dict(pids), tell), name="shoal-look", daemon=True).start()
+
+
+def _look_into_each(pids: Mapping[int, int], tell: Callable[[Look], None]) -> None:
+    program = find_py_spy()
+    for rank, pid in pids.items():
+        if program is None:
+            why = f"py-spy is not installed on {socket.gethostname()}: run `pip install 'shoal[py-spy]'` there"
+            tell(Look(rank=rank, why=why, has_program=False))
+        else:
+            text, why = look_into(program, pid)
+            tell(Look(rank=rank, text=text[:MAX_CHARS], why=why))
+
+
+def write_look(run_dir: str, word: str, look: Look) -> None:
+    """Leave it where `read_look` finds it. On a full disk it is lost."""
+    path = _path(run_dir, look.rank)
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            # The name in brackets may hold anything, brackets too.
-            parent = int(file.read().rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return False
-    return parent == launcher
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(f"{path}.new", "w", encoding="utf-8", errors="replace") as file:
+            json.dump({"id": word, "look": asdict(look)}, file)
+        os.replace(f"{path}.new", path)
+    except OSError:
+        return
+
+
+def read_look(run_dir: str, word: str, rank: int) -> Look | None:
+    """What was seen of a rank when that was asked for with this word; None where it is not there yet."""
+    try:
+        with open(_path(run_dir, rank), encoding="utf-8", errors="replace") as file:
+            told = json.load(file)
+        return Look(**told["look"]) if told["id"] == word else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _path(run_dir: str, rank: int) -> str:
+    return os.path.join(run_dir, "stacks", f"{rank}.native.json")
 
 
 def look_into(program: str, pid: int) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shoal.observe.turns import Turn, merge_turns, step_seconds
+from shoal.observe.turns import Turn, merge_turns, step_seconds, waits_in
 from shoal.spec.event import Event, StepMetrics
 
 MAX_WARMUP_STEPS = 20
@@ -29,6 +29,7 @@ class RankTimes:
     `own_seconds` is what the rank spent on its own part (compute, load, other): what others wait for.
     `num_waited_for` counts the pairs (step, waiting rank) that named this rank as the last to arrive and
     `waited_seconds` adds up what they waited.
+    `bubble` is the part of its time in which a pipeline's schedule made it wait, for nobody; it is a part of `wait`.
     `start_delay_seconds` is how much later than the earliest rank it was done with its own part of its first step.
     """
 
@@ -43,6 +44,7 @@ class RankTimes:
     num_waited_for: int = 0
     waited_seconds: float = 0.0
     start_delay_seconds: float = 0.0
+    bubble: float = 0.0
 
     @property
     def compute_seconds_per_sample(self) -> float:
@@ -196,6 +198,7 @@ def _rank_times(rank: int, steps: Sequence[StepMetrics]) -> RankTimes:
             load=load * scale,
             other=other * scale,
         ),
+        bubble=sum(step.bubble for step in steps) * scale,
     )
 
 
@@ -204,20 +207,16 @@ def _all_rank_times(turns: Sequence[Turn], all_turns: Sequence[Turn]) -> tuple[R
     for turn in turns:
         for worker, row in turn.metrics.items():
             rows.setdefault(worker, []).append(row)
-    return tuple(_with_waits([_rank_times(worker, rows[worker]) for worker in sorted(rows)], rows, all_turns[0]))
+    return tuple(_with_waits([_rank_times(worker, rows[worker]) for worker in sorted(rows)], turns, all_turns[0]))
 
 
-def _with_waits(
-    times: list[RankTimes], steady: Mapping[int, Sequence[StepMetrics]], first: Turn
-) -> Iterable[RankTimes]:
+def _with_waits(times: list[RankTimes], steady: Sequence[Turn], first: Turn) -> Iterable[RankTimes]:
     counts: dict[int, int] = {}
     seconds: dict[int, float] = {}
-    for rank, steps in steady.items():
-        for step in steps:
-            last = step.waited_for
-            if last is not None and last != rank:
-                counts[last] = counts.get(last, 0) + step.num_steps
-                seconds[last] = seconds.get(last, 0.0) + step.wait
+    for turn in steady:
+        for rank, last, waited in waits_in(turn):
+            counts[last] = counts.get(last, 0) + turn.metrics[rank].num_steps
+            seconds[last] = seconds.get(last, 0.0) + waited
     # Who was not there in the first step came later, but nobody waited for it.
     arrivals = {rank: _arrival(step) for rank, step in first.metrics.items()}
     earliest = min(arrivals.values())

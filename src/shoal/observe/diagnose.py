@@ -11,6 +11,7 @@ from shoal.spec.event import Event
 COMMUNICATION_BOUND = 0.15
 MUCH_ELSE = 0.15
 SHORT_STEP_SECONDS = 0.003
+_CUTS = {"pipeline": "stages", "tensor_plan": "slices"}
 
 
 def diagnose(
@@ -19,7 +20,9 @@ def diagnose(
     """What is wrong with a run, the largest gain first; one finding that says so where nothing is."""
     if breakdown is None:
         return []
-    found = [finding for rule in RULES for finding in rule(breakdown)]
+    cut = find_cut(events)
+    found = [*slow_rank(breakdown, cut), *communication_bound(breakdown, cut)]
+    found += [finding for rule in RULES for finding in rule(breakdown)]
     found += _too_many_threads(breakdown, events)
     found += [] if spending is None else [*much_saving(spending), *much_recovering(spending)]
     if not any(finding.gain or finding.kind == "bad_loss" for finding in found):
@@ -41,10 +44,37 @@ def input_bound(breakdown: Breakdown) -> Iterable[Finding]:
         )
 
 
-def communication_bound(breakdown: Breakdown) -> Iterable[Finding]:
+def find_cut(events: Iterable[Event]) -> str:
+    """What several workers hold one copy of the model as: "stages", "slices", or nothing where none does."""
+    told = [_CUTS[event.kind] for event in events if event.kind in _CUTS]
+    return told[-1] if told else ""
+
+
+def pipeline_bubble(breakdown: Breakdown) -> Iterable[Finding]:
+    """A pipeline is short of micro-batches."""
+    bubble = min((times.bubble for times in breakdown.compared), default=0.0)
+    if bubble >= WORTH_SAYING:
+        yield Finding(
+            kind="pipeline_bubble",
+            what=f"The schedule of the pipeline makes every stage wait for {percent(bubble)} of a step.",
+            why="each step fills the pipeline and empties it again; nobody is late",
+            change='raise `microbatches=` of `shoal.pipeline`, or choose its `schedule="interleaved"`',
+            gain=bubble / 2,
+        )
+
+
+def communication_bound(breakdown: Breakdown, cut: str = "") -> Iterable[Finding]:
     """Moving gradients takes a large part of each step."""
     share = min((times.shares.communicate for times in breakdown.compared), default=0.0)
-    if len(breakdown.compared) > 1 and share >= COMMUNICATION_BOUND:
+    if len(breakdown.compared) > 1 and share >= COMMUNICATION_BOUND and cut:
+        yield Finding(
+            kind="communication_bound",
+            what=f"What the {cut} of the model tell each other takes {percent(share)} of a step.",
+            why="a worker computes little between two messages",
+            change="cut the model among fewer workers, and use the others as more copies of it",
+            gain=share / 2,
+        )
+    elif len(breakdown.compared) > 1 and share >= COMMUNICATION_BOUND:
         yield Finding(
             kind="communication_bound",
             what=f"Moving and summing gradients takes {percent(share)} of a step.",
@@ -58,7 +88,7 @@ def uneven_steps(breakdown: Breakdown) -> Iterable[Finding]:
     """Ranks take turns in being late: nobody is slow, yet everybody waits."""
     if len(breakdown.compared) < 2:
         return
-    wait = min(times.shares.wait for times in breakdown.compared)
+    wait = min(times.shares.wait - times.bubble for times in breakdown.compared)
     own = max(times.own_seconds for times in breakdown.compared)
     if wait < WORTH_SAYING:
         return
@@ -200,9 +230,8 @@ def _healthy(breakdown: Breakdown) -> Finding:
 
 
 RULES: tuple[Callable[[Breakdown], Iterable[Finding]], ...] = (
-    slow_rank,
     input_bound,
-    communication_bound,
+    pipeline_bubble,
     uneven_steps,
     much_else,
     late_start,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.observe.breakdown import median
+from shoal.observe.diagnose import find_cut
 from shoal.observe.diagnosis import Diagnosis
 from shoal.observe.gauge import Link, Strain, read_strain
 from shoal.observe.straggling import explain_straggler, find_straggler
@@ -98,6 +99,7 @@ class Live:
         self._heard: dict[int, Heard] = {}
         self._ranks_at = dict(ranks_at or {})
         self._generation = 0
+        self._cut = ""
         self._found: list[Diagnosis] = []
         self._told: dict[tuple[str, int | None], float] = {}
         self._straggles: dict[tuple[int, str], tuple[float, float]] = {}
@@ -159,6 +161,9 @@ class Live:
 
     def _world(self, event: Event, now: float) -> None:
         self._renew(max(self._generation, int(event.data.get("generation") or 0)))
+
+    def _learn_cut(self, event: Event, now: float) -> None:
+        self._cut = find_cut([event])
 
     def _waiting(self, event: Event, now: float) -> None:
         assert event.rank is not None
@@ -303,13 +308,14 @@ class Live:
         is_young = any(len(one.rows) < KEPT_STEPS for one in heard.values())
         least = first + (FIRST_STEPS if is_young else 0)
         rows = {rank: {step: row for step, row in one.rows.items() if step >= least} for rank, one in heard.items()}
-        are_alike = len({one.equipment for one in heard.values()}) == 1
+        # Parts of a model differ: which one is slow is seen by who is waited for, or by what changes.
+        are_alike = len({one.equipment for one in heard.values()}) == 1 and not self._cut
         shares = {rank: _usual_by_share(one) for rank, one in heard.items()}
         found = find_straggler(rows, are_alike=are_alike, shares=shares)
         if found is None:
             return
         strain = heard[found.rank].strain()
-        told = explain_straggler(found, rows, strain)
+        told = explain_straggler(found, rows, strain, self._cut)
         others = median([_delay(one.strain()) for rank, one in heard.items() if rank != found.rank])
         is_starved = _delay(strain) - others > max(0.05, STARVED * found.excess)
         patience = _PATIENCE.get(told.cause, 0.0)
@@ -441,6 +447,8 @@ def classify(message: str) -> str:
 _HEARD: Mapping[str, Callable[[Live, Event, float], None]] = {
     "progress": Live._progress,
     "world": Live._world,
+    "pipeline": Live._learn_cut,
+    "tensor_plan": Live._learn_cut,
     "waiting": Live._waiting,
     "worker_frozen": Live._frozen,
     "worker_hung": Live._hung,

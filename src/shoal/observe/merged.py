@@ -48,7 +48,7 @@ def merge(rows: Sequence[StepMetrics]) -> MergedSteps:
     waited: Counter[int] = Counter()
     for row in rows:
         if row.waited_for is not None:
-            waited[row.waited_for] += int(1e9 * row.wait) + 1
+            waited[row.waited_for] += int(1e9 * (row.wait - row.bubble)) + 1
     return MergedSteps(
         step=last.step,
         time=last.time,
@@ -63,6 +63,7 @@ def merge(rows: Sequence[StepMetrics]) -> MergedSteps:
         load=sums["load"],
         other=sums["other"],
         num_values=sum(row.num_values for row in rows),
+        bubble=_round(sum(row.bubble for row in rows)),
         waited_for=waited.most_common(1)[0][0] if waited else None,
         grad_norm=_mean(norms) if norms else None,
         grad_signal=_mean(signals) if signals else None,

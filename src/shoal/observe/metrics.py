@@ -2,7 +2,7 @@
 
 The file is JSON lines. JSON has no NaN and no infinities: such numbers are written as the texts "nan", "inf" and
 "-inf", and read back as the numbers they were. A missing value (`grad_norm`, `waited_for`) is null; what only few
-steps have (`grad_signal`, `grad_variance`) is left out of the others.
+steps have (`bubble`, `grad_signal`, `grad_variance`) is left out of the others.
 """
 
 import math
@@ -19,7 +19,7 @@ from shoal.observe.segments import Bound, BoundedAppender, SegmentReader, list_n
 from shoal.spec.event import StepMetrics
 
 _FLOATS = ("time", "loss", "lr", "compute", "communicate", "wait", "load", "other", "grad_norm")
-_UNSEEN = b',"grad_signal":null,"grad_variance":null}'
+_UNSEEN = b',"bubble":0.0,"grad_signal":null,"grad_variance":null}'
 
 
 class MetricsWriter(DelayedAppender[StepMetrics]):

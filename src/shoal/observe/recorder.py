@@ -23,6 +23,7 @@ OFTEN_WORKERS = 16
 """Up to so many workers tell their progress as often as the lead does: all launchers have time for that."""
 TOLD_KINDS = frozenset(
     ("error", "step_skipped", "replica_diverged", "checkpoint_failed", "fence_failed", "recording", "recorded")
+    + ("pipeline", "tensor_plan")
 )
 """Events that the launcher is to hear of at once."""
 

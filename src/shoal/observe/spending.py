@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from shoal.observe.breakdown import changes_in, is_disturbed, median
-from shoal.observe.turns import Turn
+from shoal.observe.turns import Turn, waits_in
 from shoal.spec.event import Event
 
 PARTS = ("compute", "communicate", "wait", "load", "other", "checkpoint", "recover", "between")
@@ -117,9 +117,8 @@ def _waited(turns: Sequence[Turn]) -> Counter[int]:
     """For each rank, how long others waited for it, all of them added up."""
     waited: Counter[int] = Counter()
     for turn in turns:
-        for rank, row in turn.metrics.items():
-            if row.waited_for is not None and row.waited_for != rank and not turn.is_undone:
-                waited[row.waited_for] += row.wait  # type: ignore[assignment]  # a Counter of seconds
+        for _, last, seconds in () if turn.is_undone else waits_in(turn):
+            waited[last] += seconds  # type: ignore[assignment]  # a Counter of seconds
     return waited
 
 

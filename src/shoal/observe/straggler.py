@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 from shoal.observe.breakdown import Breakdown, RankTimes, median
 from shoal.observe.finding import WORTH_SAYING, Finding, ms, percent
 
+SMALLER_STAGE = "give its stage fewer layers, with `cuts=` of `shoal.pipeline`"
+
 
 def longest_step(breakdown: Breakdown) -> float:
     """The mean seconds of a step on the rank where it is longest."""
@@ -15,8 +17,8 @@ def _others(breakdown: Breakdown, slow: RankTimes, value: Callable[[RankTimes], 
     return median([value(times) for times in breakdown.compared if times.rank != slow.rank])
 
 
-def slow_rank(breakdown: Breakdown) -> Iterable[Finding]:
-    """One rank is longer at its own part than the others, who wait for it."""
+def slow_rank(breakdown: Breakdown, cut: str = "") -> Iterable[Finding]:
+    """One rank is longer at its own part than the others, who wait for it. `cut`: what of the model each holds."""
     slow = next((times for times in breakdown.compared if times.rank == breakdown.slowest), None)
     if slow is None:
         return
@@ -32,7 +34,7 @@ def slow_rank(breakdown: Breakdown) -> Iterable[Finding]:
     if load_excess > excess / 2:
         yield _slow_input(slow, load_excess, step)
     elif speed_ratio >= 1.1:
-        yield _slow_compute(breakdown, slow, speed_ratio, excess)
+        yield _slow_compute(breakdown, slow, speed_ratio, excess, cut)
     elif share_ratio >= 1.05:
         yield _uneven_shares(breakdown, slow, share_ratio)
     else:
@@ -50,12 +52,14 @@ def _slow_input(slow: RankTimes, load_excess: float, step: float) -> Finding:
     )
 
 
-def _slow_compute(breakdown: Breakdown, slow: RankTimes, ratio: float, excess: float) -> Finding:
+def _slow_compute(breakdown: Breakdown, slow: RankTimes, ratio: float, excess: float, cut: str) -> Finding:
     step = longest_step(breakdown)
-    balanced = _balanced_gain(breakdown)
+    balanced = 0.0 if cut else _balanced_gain(breakdown)
     change = f"check what else runs on the machine of rank {slow.rank}, and its clock speed and thread count"
     if balanced >= WORTH_SAYING:
         change += f"; sharing the batch by speed alone would save {percent(balanced)}"
+    if cut == "stages":
+        change += f"; or {SMALLER_STAGE}"
     return Finding(
         kind="slow_compute",
         rank=slow.rank,

@@ -12,6 +12,7 @@ from shoal.observe.breakdown import median
 from shoal.observe.diagnosis import Diagnosis
 from shoal.observe.finding import ms
 from shoal.observe.gauge import Strain
+from shoal.observe.straggler import SMALLER_STAGE
 from shoal.observe.window import StepRow
 
 NUM_STEPS, MIN_SLOW = 12, 10
@@ -61,11 +62,16 @@ def find_straggler(rows: Rows, *, are_alike: bool = True, shares: Shares | None 
     few = common[-NUM_STEPS:]
     is_long = median([_length(rows, step) for step in few]) >= LONG_STEP_SECONDS
     number, least = (NUM_LONG_STEPS, MIN_LONG_SLOW) if is_long else (NUM_STEPS, MIN_SLOW)
-    few, before = common[-number:], common[:-number]
+    few = common[-number:]
     if len(few) < number:
         return None
     if late := _waited_for(rows, few, least):
         return late
+    # Copies that train by themselves have no samples at all in some steps, where one of them is given less.
+    busy = [step for step in common if all(mine[step].num_samples for mine in rows.values())]
+    few, before = busy[-number:], busy[:-number]
+    if len(few) < number:
+        return None
     slow = _slowed_down(rows, few, before, least, are_alike=are_alike)
     return slow if slow and _is_by_samples(rows[slow.rank], few, (shares or {}).get(slow.rank, {})) else None
 
@@ -148,10 +154,13 @@ def _slowed_down(
     return Straggler(rank=rank, part="compute", excess=excess, cost=cost, last_step=steps[-1])
 
 
-def explain_straggler(found: Straggler, rows: Rows, strain: Strain) -> Diagnosis:
-    """Why that rank is slow, from what it did and what the kernel says of it, and what to do about it."""
+def explain_straggler(found: Straggler, rows: Rows, strain: Strain, cut: str = "") -> Diagnosis:
+    """Why that rank is slow, from what it did and what the kernel says of it, and what to do about it.
+
+    `cut` is what of the model each rank holds, see `find_cut`.
+    """
     steps = sorted(set.intersection(*(set(mine) for mine in rows.values())))[-NUM_STEPS:]
-    rank = found.rank
+    rank, is_stage = found.rank, cut == "stages"
 
     def tell(cause: str, message: str, why: str, hint: str) -> Diagnosis:
         return Diagnosis(
@@ -195,7 +204,8 @@ def explain_straggler(found: Straggler, rows: Rows, strain: Strain) -> Diagnosis
             f"{share_ratio:.2f} times as many in a step, and it needs as long for each",
             "choose a `batch_size` that the number of workers divides, or more `shards=`",
         )
-    return tell(*_slow_compute(time_ratio, strain))
+    cause, message, why, hint = _slow_compute(time_ratio, strain)
+    return tell(cause, message, why, f"{hint}; or {SMALLER_STAGE}" if is_stage and cause == "slow_compute" else hint)
 
 
 def _slow_compute(ratio: float, strain: Strain) -> tuple[str, str, str, str]:

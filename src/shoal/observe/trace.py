@@ -22,7 +22,7 @@ from shoal.spec.system import SystemSample
 RUN_PID = 1
 FIRST_RANK_PID = 2
 FIRST_NODE_PID = 1_000_000
-STEPS, INSIDE, PROCESS, EVENTS, WORLDS = range(1, 6)
+STEPS, INSIDE, PROCESS, EVENTS, WORLDS, BESIDE = range(1, 7)
 """Threads, as viewers call the lines of a process."""
 
 ARROW_SHARE = 0.05
@@ -138,7 +138,11 @@ def _names(material: Material) -> Iterator[TraceEvent]:
     ranks |= {rank for samples in material.samples.values() for sample in samples[-1:] for rank in sample.workers}
     for rank in sorted(ranks):
         threads = {STEPS: "steps", PROCESS: "process", EVENTS: "events"}
-        threads |= {INSIDE: "inside steps"} if material.spans.get(rank) else {}
+        spans = material.spans.get(rank, ())
+        threads |= {INSIDE: "inside steps"} if spans else {}
+        threads |= {
+            BESIDE + n: f"beside steps: {one_line(name)}" for n, name in enumerate(_threads_of(spans)) if name
+        }
         yield from _name(FIRST_RANK_PID + rank, f"rank {rank}", 1 + rank, threads)
     for number, node in enumerate(sorted(material.samples)):
         yield from _name(FIRST_NODE_PID + number, f"node {one_line(node)}", FIRST_NODE_PID + number, {})
@@ -180,7 +184,12 @@ def _title(row: StepMetrics) -> str:
 def _parts(row: StepMetrics, begin: float, end: float, pid: int) -> Iterator[TraceEvent]:
     """Their lengths were measured; of waiting and communicating, which take turns, each is shown in one piece."""
     wait = "wait" if row.waited_for is None else f"wait for rank {row.waited_for}"
-    named = (("compute", "compute", row.compute), (wait, "wait", row.wait), ("communicate",) * 2 + (row.communicate,))
+    named = (
+        ("compute", "compute", row.compute),
+        (wait, "wait", row.wait - row.bubble),
+        ("bubble", "bubble", row.bubble),
+        ("communicate", "communicate", row.communicate),
+    )
     for name, kind, seconds in named:
         stop = min(end, begin + micros(seconds))
         if stop > begin:
@@ -208,7 +217,7 @@ def _arrows(metrics: Mapping[int, Sequence[StepMetrics]], scale: _Scale) -> Iter
     for rank, rows in newest.items():
         for row in rows.values():
             late = newest.get(-1 if row.waited_for is None else row.waited_for, {}).get(row.step)
-            if late is None or late is row or row.wait < ARROW_SHARE * step_seconds(row):
+            if late is None or late is row or row.wait - row.bubble < ARROW_SHARE * step_seconds(row):
                 continue
             assert row.waited_for is not None
             begin = scale.at(late.time) - micros(late.communicate + late.wait + late.other) - 1.0
@@ -232,7 +241,23 @@ def _arrow(phase: str, number: int, moment: float, pid: int) -> TraceEvent:
 
 
 def _spans(rank: int, spans: Iterable[Span], scale: _Scale) -> Iterator[TraceEvent]:
-    """What a rank recorded inside of steps; one is inside of another, or after it."""
+    """What a rank recorded inside of steps, in each of its threads; one is inside of another there, or after it."""
+    spans = list(spans)
+    for number, name in enumerate(_threads_of(spans)):
+        mine = [span for span in spans if _thread_of(span) == name]
+        yield from _line_of_spans(rank, mine, BESIDE + number if name else INSIDE, scale)
+
+
+def _thread_of(span: Span) -> str:
+    return str(span.args.get("thread", ""))
+
+
+def _threads_of(spans: Iterable[Span]) -> list[str]:
+    """The main one is first, and has no name."""
+    return sorted({"", *map(_thread_of, spans)})
+
+
+def _line_of_spans(rank: int, spans: Iterable[Span], tid: int, scale: _Scale) -> Iterator[TraceEvent]:
     open_ends: list[float] = []
     for span in sorted(spans, key=lambda each: (each.start, -each.seconds)):
         begin = scale.at(scale.clocks.common(rank, span.start))
@@ -242,7 +267,7 @@ def _spans(rank: int, spans: Iterable[Span], scale: _Scale) -> Iterator[TraceEve
         end = min([end, *open_ends[-1:]])
         open_ends.append(end)
         args = {"step": span.step, **{name: finite(value) for name, value in span.args.items()}}
-        yield _slice(one_line(span.name), one_line(span.kind), begin, end, FIRST_RANK_PID + rank, INSIDE, args)
+        yield _slice(one_line(span.name), one_line(span.kind), begin, end, FIRST_RANK_PID + rank, tid, args)
 
 
 def _lives(events: Iterable[Event], scale: _Scale) -> Iterator[TraceEvent]:

@@ -4,13 +4,16 @@ In an elastic run a worker's file has gaps (it was away, or died with its last h
 everybody was lost the run goes back to a checkpoint and steps are taken again.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
 from operator import itemgetter
 
 from shoal.observe.merged import align
 from shoal.spec.event import Event, StepMetrics
+
+PASSED_ON = 0.8
+"""Who waits for so much of what others wait for it does not make them wait."""
 
 
 @dataclass(slots=True)
@@ -49,6 +52,23 @@ class Turn:
 def step_seconds(step: StepMetrics) -> float:
     """How long a step took on the rank that measured it."""
     return step.compute + step.communicate + step.wait + step.load + step.other
+
+
+def waits_in(turn: Turn) -> Iterator[tuple[int, int, float]]:
+    """Who waited in a turn, for whom, and how many seconds.
+
+    Who itself waited for another nearly as long only passed that on. What a schedule makes all wait is no one's.
+    """
+    for rank, row in turn.metrics.items():
+        last, seconds, seen = row.waited_for, row.wait - row.bubble, {rank}
+        while last in turn.metrics and last not in seen:
+            seen.add(last)
+            its = turn.metrics[last]
+            if its.waited_for is None or its.waited_for in seen or its.wait - its.bubble < PASSED_ON * seconds:
+                break
+            last = its.waited_for
+        if last is not None and last != rank:
+            yield rank, last, seconds
 
 
 def merge_turns(metrics: Mapping[int, Sequence[StepMetrics]], events: Sequence[Event] = ()) -> list[Turn]:

@@ -26,7 +26,8 @@ class StepMetrics:
     """What one rank measured in one step. Durations are seconds and add up to the step's time.
 
     compute: forward and backward. communicate: moving and summing gradients, and the optimizer's share of it.
-    wait: idle until others arrived. load: idle until the data was there. other: what is left.
+    wait: idle until others arrived. load: idle until the data was there. other: what is left. `bubble` is how much of
+    wait is nobody's fault: what the schedule of a pipeline makes every stage wait.
     `waited_for` is the rank that arrived last, or None where nobody was waited for. `num_values` is how many numbers
     the samples had, such as their tokens or pixels; 0 where that is not known. `grad_signal` and `grad_variance` are
     estimates of |G|^2 and of the trace of a sample's covariance, in the few steps in which that was looked at.
@@ -49,6 +50,7 @@ class StepMetrics:
     waited_for: int | None = None
     grad_norm: float | None = None
     num_values: int = 0
+    bubble: float = 0.0
     grad_signal: float | None = None
     grad_variance: float | None = None
 

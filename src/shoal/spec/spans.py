@@ -3,6 +3,7 @@
 `SPANS` is the one of this process: who takes something down need not be told by whom it was asked.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from functools import wraps
@@ -13,6 +14,7 @@ T = TypeVar("T")
 
 MAX_SPANS = 50_000
 """So many are kept at most: 10 MB of memory, and half a second to write."""
+_MAIN = threading.main_thread().ident
 
 
 class Taken(NamedTuple):
@@ -27,20 +29,26 @@ class Taken(NamedTuple):
 
 
 class Spans:
-    """Takes down spans between `start` and `stop`. `step` is the one that is under way."""
+    """Takes down spans between `start` and `stop`, at most so many. `step` is the one that is under way.
+
+    What happens in another thread than the main one beside the step has the name of that `thread` among its `args`.
+    """
 
     def __init__(self) -> None:
         self.is_on = False
         self.step = 0
         self.num_dropped = 0
         self._taken: list[Taken] = []
+        self._most = MAX_SPANS
 
-    def start(self) -> None:
-        self._taken, self.num_dropped, self.is_on = [], 0, True
+    def start(self, most: int = MAX_SPANS) -> None:
+        self._taken, self.num_dropped, self._most, self.is_on = [], 0, most, True
 
     def add(self, name: str, kind: str, began: float, **args: Any) -> None:
         """Something is over that began then."""
-        if len(self._taken) < MAX_SPANS:
+        if threading.get_ident() != _MAIN:
+            args["thread"] = threading.current_thread().name
+        if len(self._taken) < self._most:
             self._taken.append(Taken(name, kind, began, time.perf_counter() - began, self.step, args))
         else:
             self.num_dropped += 1

@@ -16,9 +16,11 @@ from shoal.observe.lines import Appender
 from shoal.observe.recorder import Recorder
 from shoal.observe.spans import encode, spans_path
 from shoal.observe.trace import Span
-from shoal.spec.spans import SPANS
+from shoal.spec.spans import MAX_SPANS, SPANS
 
 LOOK_SECONDS = 0.25
+EARLY_STEPS, MAX_EARLY_SPANS = range(10, 13), 2000
+"""Steps of each run that are looked into unasked: warm-up is over, and runs that have ended have them, too."""
 MAX_OPERATORS = 200
 
 
@@ -32,6 +34,7 @@ class Asked:
     """Looks between two steps whether something is asked of this rank, and sees to it for as many steps.
 
     Costs a look at the clock in each step, and one at a file four times a second. Nothing here raises into the run.
+    A few steps early in the run are looked into unasked, of which nothing is told.
     """
 
     def __init__(
@@ -49,9 +52,16 @@ class Asked:
         self._ask: Ask | None = None
         self._recording: Recording | None = None
         self._left = 0
+        self._num_steps, self._early = 0, None if run_dir is None else _Early(run_dir, rank)
 
     def stepped(self, step: int) -> None:
         """A step is over; `step` is its number."""
+        if self._early is not None:
+            self._num_steps += 1
+            if self._num_steps == EARLY_STEPS.start and self._ask is None:
+                self._early.begin(step + 1)
+            elif self._num_steps >= EARLY_STEPS.stop:
+                self._end_early()
         if self._ask is not None:
             self._left -= 1
             if self._left <= 0:
@@ -66,6 +76,7 @@ class Asked:
 
     def close(self) -> None:
         """The training is over: what was recorded so far is kept."""
+        self._end_early()
         if self._ask is not None:
             self._end(None)
 
@@ -82,7 +93,13 @@ class Asked:
         ask = read_ask(self._path)
         return ask if ask is not None and ask.pid == os.getpid() else None
 
+    def _end_early(self) -> None:
+        early, self._early = self._early, None
+        if early is not None:
+            early.end()
+
     def _begin(self, ask: Ask, step: int) -> None:
+        self._end_early()
         self._ask, self._left = ask, ask.num_steps
         atexit.register(self.close)  # not all scripts close their trainer
         self._recorder.event("recording", step + 1, id=ask.id, what=ask.what, num_steps=ask.num_steps)
@@ -155,14 +172,31 @@ def _row(average: Any) -> dict[str, Any]:
     }
 
 
+class _Early:
+    """Spans of a few steps that nobody asked for; none where the rank has some already. Nothing here raises."""
+
+    def __init__(self, run_dir: str, rank: int) -> None:
+        self._run_dir, self._rank = run_dir, rank
+        self._spans: FineSpans | None = None
+
+    def begin(self, step: int) -> None:
+        if not os.path.exists(spans_path(self._run_dir, self._rank)):
+            self._spans = FineSpans(self._run_dir, self._rank, step, MAX_EARLY_SPANS)
+
+    def end(self) -> None:
+        if self._spans is not None:
+            with contextlib.suppress(Exception):
+                self._spans.stop()
+
+
 class FineSpans:
     """What happens inside of steps, from one to another, into `spans-RANK.jsonl`."""
 
-    def __init__(self, run_dir: str, rank: int, step: int) -> None:
+    def __init__(self, run_dir: str, rank: int, step: int, most: int = MAX_SPANS) -> None:
         self._path, self._first = spans_path(run_dir, rank), step
         # Spans are taken by a clock that never jumps; this is what it has to be moved by.
         self._shift = time.time() - time.perf_counter()
-        SPANS.start()
+        SPANS.start(most)
 
     def stop(self) -> dict[str, Any]:
         taken = SPANS.stop()

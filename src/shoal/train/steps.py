@@ -31,6 +31,7 @@ from shoal.train.saving import say
 from shoal.train.settings import Settings
 from shoal.train.skips import MOST_IN_A_ROW, Skips
 from shoal.train.split.split import Split, Work
+from shoal.train.stalls import divide_stall
 from shoal.train.sync.local import LocalSync
 from shoal.train.sync.sync import Outcome, Standing, Totals
 from shoal.train.sync.table import NotFinite
@@ -75,6 +76,7 @@ class Steps:
     num_steps: int | None = None
     _skips: Skips = field(init=False, default_factory=Skips)
     _held_in: int | None = field(init=False, default=None)
+    _stalled: tuple[float, float] = field(init=False, default=(0.0, 0.0))
     _assignment: Sequence[range] = field(init=False, default=())
 
     @property
@@ -120,7 +122,7 @@ class Steps:
                 batch = self._after_loss(batch) or batch
         if isinstance(outcome, NotFinite):
             return self._skip(batch.plan, outcome)
-        self._record(batch, outcome, started, self.course.compute_seconds)
+        self._record(batch, outcome, started)
         self._fit_pieces(batch.plan)
         if not is_interrupted and self._save_in_time():
             self._agree_on_more(batch.plan, outcome.totals)
@@ -130,7 +132,7 @@ class Steps:
 
     def _attempt(self, batch: Batch) -> Outcome:
         """Forward and backward of this worker's part, then sum and update with everybody."""
-        started = time.perf_counter()
+        started, stalled = time.perf_counter(), self.team.stalled_seconds
         plan, sync = batch.plan, self.team.sync
         SPANS.step = plan.step
         assert sync is not None
@@ -138,6 +140,7 @@ class Steps:
             self.team.check_world()
         assignment = self._assignment = self.course.schedule.at(plan.step)
         self.course.attempt(plan)
+        self._stalled = 0.0, 0.0
         self.recorder.at_step = plan.step
         self.room.open()
         if self.faults is not None:
@@ -155,12 +158,16 @@ class Steps:
             )
         )
         await_computed(self.device)
-        # Waiting for others while backward goes on says nothing about how fast this worker is.
+        # Waiting for others while backward goes on says nothing about how fast this copy is.
         self.course.compute_seconds = time.perf_counter() - started - sync.gradients.stalled
+        inside = self.team.stalled_seconds - stalled
+        self._stalled = inside, 0.0
         self.reach("backward")
         if self.course.is_first:
             setup.check_unused(self.team.group, sync, self.settings.unused)
-        return sync.finish()
+        outcome = sync.finish()
+        self._stalled = inside, self.team.stalled_seconds - stalled - inside
+        return outcome
 
     def _stand_still(self, batch: Batch) -> Batch | None:
         """Wait for another World, as all others do before this step, if that was agreed on after the last.
@@ -256,9 +263,17 @@ class Steps:
         if self.room.close(plan.step, largest) and self.course.feed is not None:
             self.course.feed.drop()
 
-    def _record(self, batch: Batch, outcome: Outcome, started: float, compute: float) -> None:
-        plan = batch.plan
-        spent = time.perf_counter() - started
+    def _record(self, batch: Batch, outcome: Outcome, started: float) -> None:
+        plan, spent = batch.plan, time.perf_counter() - started
+        inside, after = self._stalled  # within what counts as computing, and as communicating
+        compute = max(0.0, self.course.compute_seconds - inside)
+        late, part = self.team.take_late()
+        stall = divide_stall(inside + after, late, compute, self.split.idle)
+        communicate = max(0.0, outcome.communicate - after) + stall.communicate
+        wait = outcome.wait + stall.wait + stall.bubble
+        waited_for = None if outcome.waited_for is None else self.team.worker_of(outcome.waited_for)
+        if part is not None and (waited_for is None or stall.wait > outcome.wait):
+            waited_for = part
         self.recorder.step(
             StepMetrics(
                 step=plan.step,
@@ -269,13 +284,14 @@ class Steps:
                 global_samples=plan.count,
                 lr=float(self.optimizer.param_groups[0]["lr"]),
                 compute=compute,
-                communicate=outcome.communicate,
-                wait=outcome.wait,
+                communicate=communicate,
+                wait=wait,
                 load=batch.load_seconds,
-                other=max(0.0, spent - compute - outcome.communicate - outcome.wait),
-                waited_for=None if outcome.waited_for is None else self.team.worker_of(outcome.waited_for),
+                other=max(0.0, spent - compute - communicate - wait),
+                waited_for=waited_for,
                 grad_norm=outcome.norm,
                 num_values=count_values(batch.pieces),
+                bubble=stall.bubble,
                 grad_signal=None if outcome.noise is None else outcome.noise.signal,
                 grad_variance=None if outcome.noise is None else outcome.noise.variance,
             ),

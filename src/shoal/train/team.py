@@ -132,6 +132,7 @@ class Team:
         self.mesh = make_mesh(self.size, subject.settings.split, is_elastic=self.is_elastic)
         self._facts, self._number, self._subject = facts, number, subject
         self._groups: Groups | None = None
+        self._across: Across | None = None
         self._ids: list[str] = []
         self._counted: list[dict[str, float]] | None = None
         self._is_touched = self._has_left = False
@@ -161,6 +162,16 @@ class Team:
     def parts(self) -> Group | None:
         """Those who hold the same copy of the model; None where each holds one by itself."""
         return self._groups.parts if self._groups is not None else None
+
+    @property
+    def stalled_seconds(self) -> float:
+        """How long the other parts of our copy have held us up so far in this World."""
+        return self._groups.clock.seconds if self._groups is not None else 0.0
+
+    def take_late(self) -> tuple[float, int | None]:
+        """How long we have waited for a part of our copy that was late since the last call, and for which worker."""
+        seconds, part = self._across.take_late() if self._across is not None else (0.0, None)
+        return seconds, None if part is None else self.worker(self.mesh.rank(self.copy, part))
 
     @property
     def copy(self) -> int:
@@ -202,6 +213,9 @@ class Team:
     def _make_sync(self, groups: Groups, source: int, *, is_inherited: bool = False) -> Sync:
         of = self._subject
         self._is_touched = True
+        self._across = None
+        if groups.parts is not None and self.cut is not None:
+            self._across = Across(groups.everyone, groups.parts, self.cut, groups.clock)
         with giving_back(of.optimizer):
             return setup.make_sync(
                 groups.copies,
@@ -213,7 +227,7 @@ class Team:
                 is_elastic=self.is_elastic,
                 is_inherited=is_inherited,
                 reach=of.reach,
-                across=Across(groups.everyone, groups.parts, self.cut) if groups.parts and self.cut else None,
+                across=self._across,
                 buffers=of.buffers,
                 homes=of.homes,
             )
@@ -392,7 +406,8 @@ class Team:
         self, world: World, meeting: Rendezvous, seats: Seats, holders: Sequence[int], progress: Progress
     ) -> None:
         settings, device = self._subject.settings, self._subject.device.type
-        groups = connect_seats(meeting, seats, settings.transport, device, self._groups)
+        workers = [member.worker for member in world.members]
+        groups = connect_seats(meeting, seats, settings.transport, device, self._groups, workers)
         try:
             has_newcomers = not set(holders).issuperset(seats.members)
             # A newcomer that fails here must not be left with parameters in the memory of those who go on.

@@ -62,7 +62,7 @@ def stacks(argv: list[str]) -> int:
     run = _find_running(options.run)
     facts = _ask_running(run.path, {"verb": "stacks"})
     found = read_stacks(facts["stacks"], ranks)
-    native = add_native(found, run.pid, is_wanted=options.native)
+    native = add_native(run, found, is_wanted=options.native)
     plain = [{**each.plain(), **({"native": native[each.rank]} if each.rank in native else {})} for each in found]
     _print_answer({"run": facts["run"], "stacks": plain}, options.json, tell_all(found, native))
     return 0

@@ -17,6 +17,10 @@ class CutStages:
     def __init__(self, stages: Pipelined, layers: CutLayers) -> None:
         self._stages, self._layers = stages, layers
 
+    @property
+    def idle(self) -> float:
+        return self._stages.idle
+
     def run(self, work: Work) -> None:
         self._stages.run(work)
 

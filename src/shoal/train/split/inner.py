@@ -25,6 +25,10 @@ class InnerSteps:
     ) -> None:
         self._split, self._buffers, self._leave_out = split, buffers, leave_out
 
+    @property
+    def idle(self) -> float:
+        return self._split.idle
+
     def run(self, work: Work) -> None:
         sync = work.sync
         assert isinstance(sync, LocalSync)

@@ -20,7 +20,7 @@ from shoal.train.errors import in_user_code
 from shoal.train.groups import Groups
 from shoal.train.loss import move
 from shoal.train.split.boundary import Arrival, Mail, rebuild_values, signature, tensors_in
-from shoal.train.split.schedule import Message, Op, list_messages, plan_order
+from shoal.train.split.schedule import Message, Op, idle_of, list_messages, plan_order
 from shoal.train.split.split import Forward, Work
 from shoal.train.split.stages import Root, Stage
 from shoal.train.split.standin import CallForm, Left, StandIn, wrong_calls
@@ -73,6 +73,8 @@ class Line:
 class Pipelined:
     """Runs this worker's chunks of the model in the order of the schedule."""
 
+    idle = 0.0
+
     def __init__(self, compute: Compute, line: Line, rank: Callable[[], int], reach: Callable[[str], None]) -> None:
         self._compute, self._line, self._rank, self._reach = compute, line, rank, reach
         self._model = uncompiled(compute.model)
@@ -95,6 +97,7 @@ class Pipelined:
 
     def run(self, work: Work) -> None:
         parts, num_pieces = self._line.parts, len(work.plan.pieces)
+        self.idle = idle_of(self._line.schedule, parts.size, num_pieces)
         orders = {worker: self._line.order(worker, num_pieces) for worker in range(parts.size)}
         self._mail.expect(
             {

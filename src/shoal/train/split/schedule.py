@@ -96,3 +96,8 @@ def count_kept(schedule: Order, size: int, num_microbatches: int) -> list[int]:
 def ideal_bubble(schedule: Order, size: int, num_microbatches: int) -> float:
     """The part of a step in which a worker waits, if all chunks take equally long and handing on takes no time."""
     return (size - 1) / (CHUNKS[schedule] * num_microbatches + size - 1)
+
+
+def idle_of(schedule: Order, size: int, num_microbatches: int) -> float:
+    """The same as a part of what the worker computes."""
+    return (size - 1) / (CHUNKS[schedule] * num_microbatches) if num_microbatches else 0.0

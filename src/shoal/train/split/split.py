@@ -32,7 +32,13 @@ class Work:
 
 
 class Split(Protocol):
-    """Computes gradients of one copy of the model. All workers that hold a part of the copy call it together."""
+    """Computes gradients of one copy of the model. All workers that hold a part of the copy call it together.
+
+    `idle` is how long the last `run` makes every worker wait by its schedule, as a part of what each computes.
+    """
+
+    @property
+    def idle(self) -> float: ...
 
     def run(self, work: Work) -> None:
         """Forward and backward of all pieces: gradients go to `work.sync.gradients`, rows are posted to the sync."""

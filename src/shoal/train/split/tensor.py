@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 class CutLayers:
     """Computes as a whole model does: only that layers were cut and talk, and what they give may be cut, too."""
 
+    idle = 0.0
+
     def __init__(self, whole: Whole, parts: Parts) -> None:
         self._whole, self._parts = whole, parts
 

@@ -22,6 +22,8 @@ def _backward(total: torch.Tensor, factor: float) -> None:
 class Whole:
     """Piece after piece: forward, backward. `rank` says who this worker is, for errors."""
 
+    idle = 0.0
+
     def __init__(self, compute: Compute, rank: Callable[[], int], reach: Callable[[str], None]) -> None:
         self._compute, self._rank, self._reach = compute, rank, reach
 

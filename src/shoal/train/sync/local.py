@@ -121,9 +121,7 @@ class LocalSync:
     def _add_up(self, squares: Sequence[float], across: Across) -> float:
         """Of all parts of this copy."""
         named = zip(self.replica.flat.layout.names, squares, strict=True)
-        total = torch.tensor([math.fsum(each for name, each in named if across.counts(name))])
-        across.add(total)
-        self._square = float(total)
+        self._square = across.add(math.fsum(each for name, each in named if across.counts(name)))
         return self._square
 
     def _learn(
@@ -175,8 +173,9 @@ class LocalSync:
             has_news=agreement.has_news,
         )
         agreement.has_news = False
-        waited = time.perf_counter() - started
-        return Outcome(totals=totals, norm=self._norm, communicate=0.0, wait=waited, waited_for=None)
+        wait, last = agreement.late
+        spent = time.perf_counter() - started
+        return Outcome(totals=totals, norm=self._norm, communicate=spent - wait, wait=wait, waited_for=last)
 
     def agree(self) -> None:
         """Have the same parameters as everybody. Copies that are within a round take their mean and go on with it."""

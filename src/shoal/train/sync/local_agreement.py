@@ -1,6 +1,7 @@
 """How copies that train by themselves agree: what leaves, what arrives, and what goes on into the next World."""
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 
@@ -10,12 +11,14 @@ from shoal.comm.group import Group
 from shoal.data.ledger import Place
 from shoal.elastic.commit import Report, outcome_of
 from shoal.spec.errors import UserError
+from shoal.spec.spans import SPANS
 from shoal.spec.strategy import Local
 from shoal.train.handover import share_facts
 from shoal.train.replica import Replica
 from shoal.train.sync.across import Across
 from shoal.train.sync.local_book import Account, Book, Owed, find_owed
 from shoal.train.sync.local_flight import (
+    BUSY,
     NUM_COLUMNS,
     SECONDS,
     SPEED,
@@ -30,6 +33,7 @@ from shoal.train.sync.local_flight import (
 )
 from shoal.train.sync.local_outer import Outer
 from shoal.train.sync.local_rounds import Pace, Round, cut_fragments, first_round, next_round
+from shoal.train.sync.stopwatch import Arrivals
 from shoal.train.sync.sync import Standing
 from shoal.train.traits import ChangingBuffers
 
@@ -71,6 +75,8 @@ class Agreement:
         self._outer = Outer(sync, replica.flat, group)
         self.speeds = (0.0,) * group.size
         self._travel_seconds = 0.0
+        self._arrivals = Arrivals(group.rank)
+        self._late: tuple[float, int | None] = 0.0, None
         self._turn = 0
         self._forget()
 
@@ -129,9 +135,15 @@ class Agreement:
         """All inner batches before this place were learned from, of those that are ours."""
         self._book.reach(place)
 
+    @property
+    def late(self) -> tuple[float, int | None]:
+        """How long the last `finish` has waited for another copy, and for which."""
+        return self._late
+
     def finish(self, standing: Standing) -> int:
         """A step is over for this copy. Returns what all workers wish for, if it is time to follow that."""
         self._standing = standing
+        self._late = 0.0, None
         step = self._reached = standing.step + 1
         self._is_apart = [True] * len(self._spans)
         self._round = self._round or first_round(self._sync, standing.step)
@@ -201,8 +213,9 @@ class Agreement:
         """What this copy tells. All of its parts tell the same, so that all will conclude the same from it."""
         row = torch.zeros(NUM_COLUMNS + len(self._spans), dtype=torch.float64)
         speed = self._standing.seconds_per_sample
-        row[[STEP, WISH, SPEED, SECONDS, TRAVEL]] = torch.tensor(
-            [step, self._standing.wish, speed, speed * self._round_samples, self._travel_seconds], dtype=torch.float64
+        seconds, busy = speed * self._round_samples, self._arrivals.arrive(time.perf_counter())
+        row[[STEP, WISH, SPEED, SECONDS, TRAVEL, BUSY]] = torch.tensor(
+            [step, self._standing.wish, speed, seconds, self._travel_seconds, busy], dtype=torch.float64
         )
         if self._across is not None:
             self._across.largest(row[:NUM_COLUMNS])
@@ -235,7 +248,15 @@ class Agreement:
 
     def _land(self, flight: Flight) -> None:
         """Wait for what is on its way, and take it in."""
+        began = time.perf_counter()
         flight.wait()
+        blocked = time.perf_counter() - began
+        if SPANS.is_on:
+            SPANS.add("wait for what all agree on", "wait", began)
+        assert flight.met is not None
+        late = self._arrivals.judge(flight.met.told.column(BUSY), blocked)
+        self._late = max(self._late, late, key=lambda each: each[0])
+        self._arrivals.done(flight.met.ended)
         self._take_in(flight)
 
     def _take_in(self, flight: Flight) -> None:

@@ -12,9 +12,10 @@ from shoal.comm.group import Group
 from shoal.spec.errors import BugError
 from shoal.train.sync.local_rounds import Round
 
-STEP, WISH, SPEED, SECONDS, TRAVEL, NUM_COLUMNS = range(6)
+STEP, WISH, SPEED, SECONDS, TRAVEL, BUSY, NUM_COLUMNS = range(7)
 """Columns of a row: the step reached, what is wished, seconds a sample, seconds of computing in this round, seconds
-that the last message travelled. Behind them samples, one column a fragment, and the changing buffers."""
+that the last message travelled, seconds since it arrived. Behind them samples, one column a fragment, and the
+changing buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +57,15 @@ def gather(group: Group, row: torch.Tensor, num_fragments: int) -> Told:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """What all copies have said: their rows, the mean of their ways of each fragment, and seconds on the way."""
+    """What all copies have said: their rows, the mean of their ways of each fragment, and seconds on the way.
+
+    `ended` is when that was, by our clock.
+    """
 
     told: Told
     means: Sequence[torch.Tensor]
     travel_seconds: float
+    ended: float
 
 
 def travel(
@@ -73,7 +78,8 @@ def travel(
     told = gather(group, row, num_fragments)
     started = time.perf_counter()
     found = means(told)
-    return Met(told, found, time.perf_counter() - started)
+    ended = time.perf_counter()
+    return Met(told, found, ended - started, ended)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,7 +126,7 @@ class MessageSync:
             sent.wait()
         self._arrivals.done(time.perf_counter())
         wait, last = self._arrivals.judge(self._table.arrivals(), time.perf_counter() - started)
-        self._result = self._judge()
+        self._result = self._judge(wait)
         self._vote()
         outcome = self._update()
         self._reach("updated")
@@ -141,13 +141,13 @@ class MessageSync:
         self._table.tell_parts(self._group.rank, self._parts)
 
     @timed("judge", "agree")
-    def _judge(self) -> Outcome | NotFinite:
+    def _judge(self, waited: float) -> Outcome | NotFinite:
         """What the step comes to, the same on all copies. Raises Diverged where these were not equal before it.
 
         The gradient is as the optimizer needs it then, but for clipping; nothing else has changed.
         """
         if self._across is not None:
-            self._square = self._across.square(self.replica.flat, self.replica.gradient)
+            self._square = self._across.square(self.replica.flat, self.replica.gradient, waited)
             standings = self._table.standings()
             self._across.largest(standings)
             self._table.correct(standings)

@@ -57,6 +57,7 @@ class MessageShardedSync:
         self._is_elastic = is_elastic
         self._turn = self._voted = self._committed = 0
         self._is_open = False
+        self._waited = 0.0
         self.replica = Shards(
             group, model, optimizer, blocks=blocks, source=source, ema_decay=ema_decay, is_mirrored=is_mirrored
         )
@@ -87,6 +88,7 @@ class MessageShardedSync:
         self._table.arrive(self._group.rank, self._arrivals.arrive(started - stalled))
         self._group.all_reduce(self._table.values).wait()
         wait, last = self._arrivals.judge(self._table.arrivals(), time.perf_counter() - started + stalled)
+        self._waited = wait
         if self._across is not None:
             standings = self._table.standings()
             self._across.largest(standings)
@@ -147,9 +149,7 @@ class MessageShardedSync:
         squares = [square_of(piece) for piece in pieces]
         total = torch.stack(squares).double().sum().cpu().view(1) if squares else torch.zeros(1, dtype=torch.float64)
         self._group.all_reduce(total).wait()
-        if self._across is not None:
-            self._across.add(total)
-        return float(total)
+        return float(total) if self._across is None else self._across.add(float(total), self._waited)
 
     def _find_not_finite(self) -> list[str]:
         """The same on all copies."""

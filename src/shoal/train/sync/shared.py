@@ -107,7 +107,7 @@ class SharedMemorySync:
         )
 
     def begin(self, num_shards: int, assignment: Sequence[range]) -> None:
-        self._announced = 0
+        self._announced, self._bucket_began = 0, time.perf_counter()
         self._addition = StepSum(assignment, num_shards, exact=self._exact)
         self._step.begin(num_shards)
         self._looks = is_due(self._step.turn)
@@ -116,14 +116,15 @@ class SharedMemorySync:
     def post(self, rows: Sequence[Row], mine: range, standing: Standing) -> None:
         self._rows = rows
         self._step.post(rows, mine, standing)
+        self._bucket_began = time.perf_counter()
 
     def _announce(self, num_elements: int) -> None:
         """Tell the others how far the gradient buffer is final, bucket by bucket."""
         chunks = bisect_right(self._stops, num_elements)
         if chunks == len(self._stops) or chunks - self._announced >= BUCKET_CHUNKS:
             if SPANS.is_on:
-                SPANS.add("bucket is ready", "bucket", time.perf_counter(), chunks=chunks - self._announced)
-            self._announced = chunks
+                SPANS.add("fill a bucket", "bucket", self._bucket_began, chunks=chunks - self._announced)
+            self._announced, self._bucket_began = chunks, time.perf_counter()
             self._group.signal(READY, self._step.turn * (len(self._stops) + 1) + chunks)
 
     def finish(self) -> Outcome:
