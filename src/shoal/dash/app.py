@@ -1,7 +1,6 @@
 """The server of the page: addresses and what is behind them. Reading is done in threads, one run's at a time."""
 
 import asyncio
-import importlib
 import sys
 import time
 import traceback
@@ -106,8 +105,6 @@ class Dash:
             )
             return answer_error(request, error, 401)
         self.on_login()
-        # Whoever comes in is going to look at curves, and numpy takes a fifth of a second to import.
-        self._begin(lambda: importlib.import_module("numpy"))
         done = answer(request, {"ok": True})
         done.set_cookie(self.cookie_name, cookie, httponly=True, samesite="strict", path="/")
         return done

@@ -1,6 +1,7 @@
 """`shoal dash`: serve the page until Ctrl-C."""
 
 import contextlib
+import importlib
 import json
 import os
 import socket
@@ -82,6 +83,8 @@ def _listen(host: str, port: int | None) -> socket.socket:
 def _serve(
     listener: socket.socket, door: Door, page: Mapping[str, PageFile], *, as_json: bool, is_opened: bool
 ) -> int:
+    # Curves need it, and it takes a fifth of a second: it is there when the first of them is asked for.
+    threading.Thread(target=importlib.import_module, args=("numpy",), name="shoal-dash-numpy", daemon=True).start()
     import uvicorn
 
     from shoal.dash.app import Dash
