@@ -5,7 +5,9 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test check chaos bench page clean
 
+# Without a page the demo is the same: only `shoal dash` has nothing to show what it did on.
 demo: $(VENV)/.ready
+	@$(MAKE) --no-print-directory page || echo "the page of shoal dash could not be built; \`make page\` tries again" >&2
 	$(BIN)/shoal demo
 
 # Two files at a time: most tests start processes, and half of the time wait for them.
@@ -30,7 +32,7 @@ PAGE := src/shoal/dash/page/index.html
 
 page:
 	@if command -v npm >/dev/null; then $(MAKE) --no-print-directory $(PAGE); \
-	else echo "there is no npm: the page of shoal dash is not built, and its tests are skipped" >&2; fi
+	else echo "there is no npm: the page of shoal dash is not built" >&2; fi
 
 $(PAGE): web/package-lock.json web/build.mjs $(wildcard web/src/*)
 	cd web && npm ci --ignore-scripts --no-progress --loglevel=error && npm run --silent check && npm run --silent build
@@ -42,7 +44,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[service]'
 	touch $@
 
 $(VENV)/.frameworks: | $(VENV)/bin/python

@@ -2,7 +2,8 @@
 
 What is timed is what a person waits for: from asking for the page until the first curve, or the first run, is there;
 of TensorBoard, the first canvas that a curve will be in. Both servers have read their data before, and every visit is
-that of a browser that has nothing in its cache.
+that of a browser that has nothing in its cache. First visits, to a server that has just started and read nothing,
+have rows of their own. What a job logs while the page is open carries the time of its sending: how late is it shown?
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from benchmarks.commands import make_metrics
 from benchmarks.harness import check, interleave, ratio, say, summarize, tell_company
 from shoal.dash import opened
 from shoal.observe.metrics import encode, metrics_path
+from shoal.observe.points import points_path
 
 NUM_STEPS = 100_000
 NUM_RUNS = 10_000
@@ -35,15 +37,43 @@ ARGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"),
     *("--disable-sync", "--no-first-run"),
 )
+NUM_SENT = 40
 CURVE = "line-chart canvas"
 RUN = "runs-data-table tb-data-table-content-row"
 RAY = "overview, Ray dashboard"
+BOTH = "curve among runs, shoal"
+PEERS = {
+    "curve, shoal": "curve, TensorBoard",
+    "runs, shoal": "runs, TensorBoard",
+    BOTH: "curve, TensorBoard",
+}
 # When something that fits appears and stays: looked at before every frame.
 WATCH = """
 window.seenAt = null;
 const look = () => {
   if (window.seenAt === null && document.querySelector(%r)) window.seenAt = performance.now();
   if (window.seenAt === null) requestAnimationFrame(look);
+};
+requestAnimationFrame(look);
+"""
+# A job that logs when it logs. The times between two are not those of anything that looks for news.
+LIVE = """
+import random, sys, time
+import shoal
+dice = random.Random(0)
+for _ in range(int(sys.argv[2])):
+    time.sleep(dice.uniform(0.5, 1.5))
+    shoal.log(sent=time.time() - float(sys.argv[1]))
+time.sleep(3)
+"""
+# What the chart of these says, and when: looked at before every frame.
+SHOWN = """
+window.shown = [];
+const look = () => {
+  const chart = [...document.querySelectorAll(".chart")].find((it) => it.querySelector("h3").textContent === "sent");
+  const value = Number(chart?.querySelector(".chart-value b")?.textContent);
+  if (value > (window.shown.at(-1)?.[0] ?? 0)) window.shown.push([value, Date.now() / 1000]);
+  requestAnimationFrame(look);
 };
 requestAnimationFrame(look);
 """
@@ -93,6 +123,7 @@ def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
     from playwright.sync_api import sync_playwright
 
     num_steps, num_runs, peer_runs = (1000, 200, 20) if is_quick else (NUM_STEPS, NUM_RUNS, PEER_RUNS)
+    num_sent = 3 if is_quick else NUM_SENT
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         say(f"writing {num_steps} steps and {num_runs} runs")
@@ -101,6 +132,7 @@ def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
         write_tensorboard(folder / "runs", peer_runs, 1)
         curves = stack.enter_context(shoal_dash(folder / "shoal" / "curve"))
         runs = stack.enter_context(shoal_dash(folder / "shoal" / "runs"))
+        both = stack.enter_context(shoal_dash(folder / "shoal" / "both"))
         board = stack.enter_context(tensorboard(folder / "curve", 1))
         boards = stack.enter_context(tensorboard(folder / "runs", peer_runs))
         ray = stack.enter_context(ray_dashboard()) if not is_quick else ""
@@ -113,35 +145,45 @@ def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
             "curve, shoal": (f"{curves.address}/run/long", "[data-drawn]", curves.cookies),
             "curve, TensorBoard": (f"{board}/#timeseries", CURVE, []),
             "runs, shoal": (f"{runs.address}/", "td.name a", runs.cookies),
+            BOTH: (f"{both.address}/run/long", "[data-drawn]", both.cookies),
             "runs, TensorBoard": (f"{boards}/#timeseries", RUN, []),
             **({RAY: (ray, "#root *", [])} if ray else {}),
         }
         contenders = {name: partial(visits.time, name, *page) for name, page in pages.items()}
         # Readers are open and code is compiled from now on.
-        first = {name: times[0] for name, times in interleave(contenders, 1).items()}
+        interleave(contenders, 1)
         visits.num_bytes.clear()
         visits.painted.clear()
         samples = interleave(contenders, rounds)
+        say("first visits")
+        fresh = {
+            "curve, shoal": partial(first_visit, visits, folder / "shoal" / "curve", "/run/long", "[data-drawn]"),
+            "runs, shoal": partial(first_visit, visits, folder / "shoal" / "runs", "/", "td.name a"),
+            BOTH: partial(first_visit, visits, folder / "shoal" / "both", "/run/long", "[data-drawn]"),
+        }
+        first = interleave(fresh, rounds)
+        say("news of a run that goes on")
+        delays = measure_news(browser, folder / "live", num_sent)
         # By then what was read for the visits is let go of.
         seconds, settle = (3.0, 1.0) if is_quick else (IDLE_SECONDS, 2.2 * opened.IDLE_SECONDS)
         idle = {"1 run": measure_idle(curves, seconds, settle), f"{num_runs} runs": measure_idle(runs, seconds, 0.0)}
-    result = report(samples, visits, idle, num_steps, num_runs)
-    result["more"]["first visit, when the server has not read that run"] = [
-        {"page": name, "seconds": first[name]} for name in first
-    ]
-    return result
+    return report(samples, first, delays, visits, idle, num_steps, num_runs)
 
 
 def report(
-    samples: dict[str, list[float]], visits: Visits, idle: dict[str, dict[str, float]], num_steps: int, num_runs: int
+    samples: dict[str, list[float]],
+    first: dict[str, list[float]],
+    delays: list[float],
+    visits: Visits,
+    idle: dict[str, dict[str, float]],
+    num_steps: int,
+    num_runs: int,
 ) -> dict[str, Any]:
     seconds = {name: summarize(times) for name, times in samples.items()}
+    seconds_first = {name: summarize(times) for name, times in first.items()}
+    late = summarize(delays)
     kilobytes = {name: summarize([size / 1000 for size in sizes]) for name, sizes in visits.num_bytes.items()}
-    beside = {
-        name: ratio(samples[name.replace("shoal", "TensorBoard")], samples[name])
-        for name in samples
-        if "shoal" in name
-    }
+    beside = {name: ratio(samples[peer], samples[name]) for name, peer in PEERS.items()}
     beside_ray = {name: ratio(samples[RAY], samples[name]) for name in beside if RAY in samples}
     painted_ray = {name: ratio(visits.painted[RAY], visits.painted[name]) for name in beside if RAY in samples}
     return {
@@ -156,12 +198,20 @@ def report(
             }
             for name in samples
         ],
-        "more": {"server, nobody looking": [{"with": name, **facts} for name, facts in idle.items()]},
+        "more": {
+            "first visit, to a server that has read nothing": [
+                {"page": name, "seconds": times} for name, times in seconds_first.items()
+            ],
+            "from shoal.log in a job until the page shows it": [{"seconds": late, "slowest": late["max"]}],
+            "server, nobody looking": [{"with": name, **facts} for name, facts in idle.items()],
+        },
         "checks": [
             check("curve, shoal: transfer KB", kilobytes["curve, shoal"], "≤ 300"),
             check("runs, shoal: transfer KB", kilobytes["runs, shoal"], "≤ 300"),
-            check("curve, shoal: seconds", seconds["curve, shoal"], "≤ 1"),
-            check("runs, shoal: seconds", seconds["runs, shoal"], "≤ 1"),
+            *(check(f"{name}: seconds", seconds[name], "≤ 1") for name in PEERS),
+            *(check(f"{name}, first visit: seconds", seconds_first[name], "≤ 1") for name in PEERS),
+            check("from shoal.log until it is shown: seconds", late, "≤ 1"),
+            check("the same, the slowest: seconds", _only(late["max"]), "≤ 1"),
             check("curve: times faster than TensorBoard", beside["curve, shoal"], "≥ 1"),
             check("runs: times faster than TensorBoard", beside["runs, shoal"], "≥ 1"),
             *(
@@ -181,12 +231,17 @@ def report(
         "notes": [
             f"curve: {num_steps} steps of {len(TAGS)} numbers and more, until the first curve is drawn;",
             f"runs: {num_runs} runs, of TensorBoard a tenth of that, until the first is listed;",
+            f"among runs: a home with both, {num_runs} runs and the long one;",
+            f"shoal.log until shown: {len(delays)} numbers of a job under `shoal run`, by the clock of one machine,",
+            "until the frame of the browser that has the number, or a later one;",
             "TensorBoard with its fast loader, when it has read everything;",
             "Ray dashboard: the overview of a Ray that does nothing, until the first words of it are there;",
             f"headless Chromium, empty cache, 1280 x 900; {LIMIT_SECONDS:.0f} s stands for that and more",
             *tell_company(),
         ],
         "samples_seconds": samples,
+        "first_seconds": first,
+        "news_seconds": delays,
     }
 
 
@@ -288,6 +343,39 @@ def until(is_there: Callable[[], bool], seconds: float) -> None:
     raise TimeoutError(f"not there after {seconds:.0f} s")
 
 
+def first_visit(visits: Visits, home: Path, path: str, selector: str) -> float:
+    """Seconds of a visit to a server that has just said that it is there."""
+    with shoal_dash(home) as dash:
+        return visits.time(f"first, {home.name}", dash.address + path, selector, dash.cookies)
+
+
+def measure_news(browser: Any, home: Path, num_sent: int) -> list[float]:
+    """Seconds from `shoal.log` in a job until the page shows that number, or a later one."""
+    home.mkdir()
+    script = home / "live.py"
+    script.write_text(LIVE)
+    start = time.time()
+    with shoal_dash(home) as dash:
+        context = browser.new_context(viewport={"width": 1280, "height": 900})
+        context.add_cookies(dash.cookies)
+        command = [sys.executable, "-m", "shoal", "run", "-n", "1", "--name", "live", str(script), str(start)]
+        env = {**os.environ, "SHOAL_HOME": str(home)}
+        quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        with started([*command, str(num_sent)], env=env, **quiet) as process:
+            until(lambda: (home / "runs" / "live" / "run.json").exists(), 60)
+            page = context.new_page()
+            page.add_init_script(SHOWN)
+            page.goto(f"{dash.address}/run/live", wait_until="commit")
+            process.wait(60 + 3 * num_sent)
+            shown = page.evaluate("window.shown")
+        context.close()
+    rows = [json.loads(line) for line in Path(points_path(str(home / "runs" / "live"), 0)).read_bytes().splitlines()]
+    sent = [row["values"]["sent"] for row in rows]
+    # Four digits are shown. What came before the page was open is left out.
+    heard = [one for one in sent if one > shown[0][0]]
+    return [next(when for value, when in shown if value > 0.999 * one) - start - one for one in heard]
+
+
 def measure_idle(dash: Dash, seconds: float, settle_seconds: float) -> dict[str, float]:
     """What a server takes while nobody looks: it has served, and pages are closed."""
     pid = dash.process.pid
@@ -311,10 +399,12 @@ def write_shoal(folder: Path, num_steps: int, num_runs: int) -> None:
     rows = (encode(make_metrics(step, now - 3600 + 0.02 * step)) for step in range(num_steps))
     Path(metrics_path(str(long), 0)).write_bytes(b"\n".join(rows) + b"\n")
     line = encode(make_metrics(0, now)) + b"\n"
-    for number in range(num_runs):
-        run = folder / "runs" / "runs" / f"run-{number:05}"
-        write_facts(run, now - 60 * (num_runs - number))
-        Path(metrics_path(str(run), 0)).write_bytes(line)
+    for home in ("runs", "both"):
+        for number in range(num_runs):
+            run = folder / home / "runs" / f"run-{number:05}"
+            write_facts(run, now - 60 * (num_runs - number))
+            Path(metrics_path(str(run), 0)).write_bytes(line)
+    shutil.copytree(long, folder / "both" / "runs" / "long")
 
 
 def write_facts(run: Path, created: float) -> None:

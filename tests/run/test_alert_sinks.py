@@ -1,7 +1,10 @@
 """Alerts arrive: at a real web server, mail server and program; and one that fails or hangs hurts nobody."""
 
+import contextlib
 import json
 import socket
+import ssl
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +17,7 @@ from shoal.alerting import read_alerts
 from shoal.observe.alert_sinks import Command, Email, Post, Webhook, deliver, join_all, note_of
 from shoal.observe.alerts import Alert
 from shoal.spec.errors import UserError
+from shoal.testing import rigs
 
 ALERT = Alert(
     rule="nan", message="The loss is nan.", why="at step 3", hint="lower it", severity="error", rank=1, time=5.0
@@ -48,18 +52,19 @@ def web():
         thread.join()
 
 
-@pytest.fixture
-def mail():
-    """A mail server that wants a user and a password: `got` is what it was given."""
+@contextlib.contextmanager
+def mail_server(context=None, tls="none"):
+    """A mail server that wants a user and a password: `got` is what it was given, `ciphers` whether encrypted."""
     controllers = pytest.importorskip("aiosmtpd.controller")
     from aiosmtpd.smtp import AuthResult
 
     class Box:
         def __init__(self):
-            self.got = []
+            self.got, self.ciphers = [], []
 
         async def handle_DATA(self, server, session, envelope):
             self.got.append(envelope)
+            self.ciphers.append(server.transport.get_extra_info("cipher") is not None)
             return "250 OK"
 
     def check(server, session, envelope, mechanism, data):
@@ -68,13 +73,22 @@ def mail():
     box = Box()
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    options = {"authenticator": check, "auth_require_tls": False}
-    controller = controllers.Controller(box, hostname="127.0.0.1", port=port, **options)
+        box.port = found.getsockname()[1]
+    options = {"authenticator": check, "auth_require_tls": tls == "starttls"}
+    options |= {"ssl_context": context} if tls == "tls" else {}
+    options |= {"tls_context": context, "require_starttls": True} if tls == "starttls" else {}
+    controller = controllers.Controller(box, hostname="127.0.0.1", port=box.port, **options)
     controller.start()
-    box.port = port
-    yield box
-    controller.stop()
+    try:
+        yield box
+    finally:
+        controller.stop()
+
+
+@pytest.fixture
+def mail():
+    with mail_server() as box:
+        yield box
 
 
 def test_a_webhook_gets_what_slack_shows_and_what_programs_want(web):
@@ -108,6 +122,47 @@ def test_an_email(mail):
     ((_, why),) = deliver([Email(**{**vars_of(sink), "tls": "starttls"})], NOTE)
     assert "STARTTLS" in why
     assert "word" not in repr(Email(**{**vars_of(sink), "password": "word"}))
+
+
+@pytest.fixture
+def certificate(tmp_path, monkeypatch):
+    """A certificate for 127.0.0.1 that is trusted here: its files."""
+    done = subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
+        + ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem"],
+        cwd=tmp_path,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+    return context
+
+
+@rigs.needs("openssl")
+@pytest.mark.parametrize("tls", ["starttls", "tls"])
+def test_an_email_that_nobody_reads_on_its_way(certificate, monkeypatch, tls):
+    with mail_server(certificate, tls) as box:
+        sink = Email(
+            to=("you@example.org",),
+            sender="me@example.org",
+            host="127.0.0.1",
+            port=box.port,
+            tls=tls,
+            user="me",
+            password="word",
+        )
+        assert deliver([sink], NOTE) == [(sink.name, "")]
+        (envelope,) = box.got
+        assert "The loss is nan." in envelope.content.decode()
+        assert box.ciphers == [True], "the message came encrypted"
+        # Whose certificate nobody knows gets neither the password nor the message.
+        monkeypatch.delenv("SSL_CERT_FILE")
+        ((_, why),) = deliver([sink], NOTE)
+        assert "certificate verify failed" in why
+        assert len(box.got) == 1
 
 
 def vars_of(sink):

@@ -284,7 +284,7 @@ def test_it_ends_when_told_even_while_pages_are_open(home: Path) -> None:
 
     with serve(home) as page:
         call = http.client.HTTPConnection("127.0.0.1", page.port, timeout=60)
-        call.request("GET", "/api/news?list=1", headers={"Cookie": page.log_in()})
+        call.request("GET", "/api/news?also=list", headers={"Cookie": page.log_in()})
         stream = call.getresponse()
         stream.readline()
         page.process.send_signal(signal.SIGINT)

@@ -3,7 +3,9 @@
 import contextlib
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,15 @@ from dashing import (
     add_run,
     end,
     make_metrics,
+    make_sample,
     serve,
 )
 from launching import Box, box
 
 from shoal.observe.metrics import metrics_path
+from shoal.observe.points import Point, points_path
+from shoal.observe.points import encode as encode_point
+from shoal.observe.system import SystemWriter
 from shoal.testing import rigs
 from shoal.testing.rigs.machine import AXE
 
@@ -175,8 +181,11 @@ def test_every_view_fits_and_nothing_is_wrong(browser: Any, served: Served, widt
 
 
 @rigs.needs("axe-core")
-def test_axe_finds_nothing_in_what_is_looked_at_most(browser: Any, served: Served, axe: Any) -> None:
-    with visit(browser, served) as visitor:
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (360, "dark")])
+def test_axe_finds_nothing_in_what_is_looked_at_most(
+    browser: Any, served: Served, axe: Any, width: int, scheme: str
+) -> None:
+    with visit(browser, served, viewport={"width": width, "height": 900}, color_scheme=scheme) as visitor:
         for path in ("/", "/run/full", "/run/full/world"):
             assert not axe(visitor.see(path)), path
 
@@ -193,6 +202,43 @@ def test_axe_finds_nothing_anywhere(browser: Any, served: Served, axe: Any, widt
             page.wait_for_selector(f"text={words}")
             assert not axe(page), path
         visitor.troubles = [each for each in visitor.troubles if "404" not in each]
+
+
+@pytest.mark.slow
+@rigs.needs("axe-core")
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (360, "dark")])
+def test_axe_finds_nothing_in_what_only_runs_that_go_on_have(
+    browser: Any, box: Box, axe: Any, width: int, scheme: str
+) -> None:
+    box.write("live.py", LIVE)
+    box.home.mkdir()
+    process = box.start("run", "-n", "2", "--name", "live", "live.py")
+    options = {"viewport": {"width": width, "height": 900}, "color_scheme": scheme}
+    with serve(box.home) as served, visit(browser, served, **options) as visitor:
+        box.wait_for(lambda: list(box.home.glob("runs/live/system-*.jsonl")))
+        page = visitor.see("/system", is_drawn=False)
+        page.wait_for_selector("progress")
+        assert not axe(page), "/system"
+        page = visitor.see("/run/live/system", is_drawn=False)
+        page.wait_for_selector("table")
+        assert not axe(page), "system of a run"
+        page = visitor.see("/run/live/stacks", is_drawn=False)
+        page.click("text=Take stacks of all ranks")
+        page.wait_for_selector("h2 >> text=live.py")
+        assert not axe(page), "stacks"
+        page = visitor.see("/run/live/logs", is_drawn=False)
+        page.wait_for_selector(".log div >> text=line")
+        assert not axe(page), "logs"
+        page = visitor.see("/queue", is_drawn=False)
+        page.wait_for_selector("text=No service is up on this machine.")
+        assert not axe(page), "/queue"
+        for path, words in (("/login", "You are not logged in."), ("/login#used", "This link has been used")):
+            page = visitor.see(path, is_drawn=False)
+            page.wait_for_selector(f"text={words}")
+            assert not axe(page), path
+        visitor.troubles = [each for each in visitor.troubles if "401" not in each]
+        (box.folder / "go-on").touch()
+        process.communicate(timeout=60)
 
 
 def test_what_the_views_say(browser: Any, served: Served) -> None:
@@ -410,6 +456,49 @@ def test_a_run_that_goes_on_is_shown_as_it_goes(browser: Any, box: Box) -> None:
         (box.folder / "go-on").touch()
         page.wait_for_selector(".status.finished")
         process.communicate(timeout=60)
+
+
+def test_what_is_measured_comes_by_itself(browser: Any, tmp_path: Path) -> None:
+    """Told by the stream of news: nothing is loaded again, and nothing is asked for where nothing happens."""
+    with add_run(tmp_path, "live", num_workers=1) as folder, serve(tmp_path) as served:
+        path = Path(points_path(folder.path, 0))
+
+        def log(step: int, value: float) -> None:
+            with open(path, "ab") as file:
+                file.write(encode_point(Point(step=step, time=time.time(), values={"height": value})) + b"\n")
+
+        log(0, 11.0)
+        with visit(browser, served) as visitor:
+            page = visitor.see("/run/live")
+            page.wait_for_selector(".live:not(.off)")
+            page.evaluate("window.isSame = true")
+            asked: list[str] = []
+            page.on("request", lambda request: asked.append(request.url))
+            for step in range(1, 4):
+                log(step, 11.0 + step)
+                visitor.wait("document.querySelector('.chart-value b').textContent === it", str(11 + step))
+            assert page.evaluate("window.isSame")
+            assert asked
+            assert all("/api/runs/live" in url for url in asked), "the stream stays open, and the page as it is"
+
+
+def test_machines_come_by_themselves(browser: Any, tmp_path: Path) -> None:
+    with add_run(tmp_path, "live", num_workers=1) as folder, serve(tmp_path) as served:
+        samples, now = SystemWriter(folder.path), time.time()
+        samples.write(replace(make_sample("ada", now), cpu=3.0))
+        with visit(browser, served) as visitor:
+            asked: list[str] = []
+            visitor.page.on("request", lambda request: asked.append(request.url))
+            page = visitor.see("/system", is_drawn=False)
+            page.wait_for_selector("text=3 of 8 cores")
+            page.wait_for_selector(".live:not(.off)")
+            page.wait_for_timeout(5000)
+            assert sum("/api/system" in url for url in asked) <= 2, (
+                "at the start, and once more when news begin to come"
+            )
+            samples.write(replace(make_sample("ada", now + 1), cpu=5.0))
+            page.wait_for_selector("text=5 of 8 cores")
+        samples.close()
 
 
 def test_a_server_that_went_away_is_missed(browser: Any, home: Path) -> None:

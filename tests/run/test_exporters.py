@@ -1,15 +1,20 @@
 """What a run measured, in each tool, read back with the tool's own reader."""
 
+import contextlib
 import csv
 import json
 import math
+import subprocess
 import sys
 import threading
+import time
 from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from urllib.parse import urlencode
 from urllib.request import urlopen
 
+import psutil
 import pytest
 
 from shoal.observe.exporters import KINDS, parse_target
@@ -23,6 +28,7 @@ from shoal.observe.scalars import Scalars, ScalarsReader
 from shoal.observe.send import Sender, follow
 from shoal.observe.table import Table
 from shoal.spec.errors import UserError
+from shoal.testing import rigs
 from tests.unit.observing import Home, event, make_step, make_steps, write_metrics
 
 STEPS = 5
@@ -162,16 +168,21 @@ def test_wandb_that_nobody_is_logged_in_to(run, tmp_path, monkeypatch):
 
 # SQLAlchemy 2.1 warns about what MLflow does.
 @pytest.mark.filterwarnings("ignore::Warning")
-def test_mlflow(run, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["database", "folder"])
+def test_mlflow(run, tmp_path, monkeypatch, kind):
     pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
     from mlflow.tracking import MlflowClient
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    uri = f"sqlite:///{tmp_path}/mlflow.db" if kind == "database" else f"{tmp_path}/mlruns"
+    if kind == "folder":
+        # MLflow's own word for: yes, I know that it does not look after folders any more.
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     send(run, f"mlflow:{uri}")
-    send(run, f"mlflow:{uri}")  # a second time changes nothing
+    if kind == "database":
+        send(run, f"mlflow:{uri}")  # a second time changes nothing
     client = MlflowClient(tracking_uri=uri)
     (found,) = client.search_runs([client.get_experiment_by_name("shoal").experiment_id])
     assert (found.info.run_name, found.info.status) == (run.name, "FINISHED")
@@ -183,6 +194,16 @@ def test_mlflow(run, tmp_path, monkeypatch):
     assert [one.value for one in client.get_metric_history(found.info.run_id, "val/accuracy")] == [0.5]
     with pytest.raises(UserError, match="MLflow does not take this run at nowhere"):
         Sender(run, parse_target("mlflow:nowhere://me:secret@host"), print)
+
+
+def test_a_folder_for_mlflow_needs_a_word_to_mlflow(run, tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    if int(mlflow.__version__.split(".")[0]) < 3:
+        pytest.skip("this MLflow still takes folders as they come")
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
+    with pytest.raises(UserError) as caught:
+        Sender(run, parse_target(f"mlflow:{tmp_path}/mlruns"), print)
+    assert "MLFLOW_ALLOW_FILE_STORE=true" in caught.value.why + caught.value.hint
 
 
 @pytest.mark.parametrize("name", ["a<b>", "//x", "../x", "a//b", "x/", "\u202e", "a/./b", "é"])
@@ -245,6 +266,98 @@ def test_prometheus_needs_a_port_that_is_free(run):
     for place in ("x", "host:", "1:99999"):
         with pytest.raises(UserError, match="not an address"):
             parse_place(place)
+
+
+@contextlib.contextmanager
+def server(*command):
+    """The address of a server, from when on it is ready. It was told to listen at port 0."""
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+    def find():
+        assert process.poll() is None, "it has ended"
+        sockets = psutil.Process(process.pid).net_connections("tcp")
+        for port in (each.laddr.port for each in sockets if each.status == psutil.CONN_LISTEN):
+            with contextlib.suppress(OSError), urlopen(f"http://127.0.0.1:{port}/-/ready", timeout=10):
+                return f"http://127.0.0.1:{port}"
+        return ""
+
+    try:
+        yield wait_for(find)
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def wait_for(look, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not (found := look()):
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+    return found
+
+
+def query(address, expression, when):
+    """What a server that speaks Prometheus' language answers: [(labels, values)]."""
+    asked = urlencode({"query": expression, "time": when})
+    with urlopen(f"{address}/api/v1/query?{asked}", timeout=30) as answer:
+        found = json.load(answer)["data"]["result"]
+    return [(one["metric"], one["values"] if "values" in one else [one["value"]]) for one in found]
+
+
+@rigs.needs("prometheus")
+def test_the_server_of_prometheus_scrapes_it(run, tmp_path):
+    pytest.importorskip("prometheus_client")
+    page = KINDS["prometheus"].open(run, "0")
+    try:
+        page.write([Scalars(step=9, time=9.0, values={"loss": 0.5, 'val/"<acc>"\n\\': 0.25})])
+        page.event(event("alert", rank=1, rule="straggler"))
+        job = {"job_name": "shoal", "static_configs": [{"targets": [f"127.0.0.1:{page.port}"]}]}
+        (tmp_path / "prometheus.yml").write_text(
+            json.dumps({"global": {"scrape_interval": "100ms", "scrape_timeout": "100ms"}, "scrape_configs": [job]})
+        )
+        options = (f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data")
+        with server("prometheus", *options, "--web.listen-address=127.0.0.1:0") as address:
+            ask = lambda name: query(address, name, time.time())  # noqa: E731
+            ((labels, ((_, loss),)),) = wait_for(lambda: ask("shoal_loss"))
+            assert (labels["run"], float(loss)) == (run.name, 0.5)
+            ((labels, ((_, value),)),) = ask("shoal_number")
+            assert (labels["name"], float(value)) == ('val/"<acc>"\n\\', 0.25)
+            ((labels, ((_, value),)),) = ask('shoal_alert{rule="straggler"}')
+            assert (labels["rank"], float(value)) == ("1", 1.0)
+            page.write([Scalars(step=10, time=10.0, values={"loss": 0.25})])
+            wait_for(lambda: float(ask("shoal_loss")[0][1][0][1]) == 0.25)
+    finally:
+        page.close("finished")
+
+
+@rigs.needs("victoria-metrics")
+def test_a_server_of_metrics_takes_it_by_opentelemetry(tmp_path):
+    """VictoriaMetrics, which was not made by us, as the receiver: every step arrives, at its own time."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    start = round(time.time()) - 3600
+    path = Home(str(tmp_path)).add_ended()
+    steps = [make_step(step, time=start + step) for step in range(1, STEPS + 1)]
+    write_metrics(path, {0: steps, 1: steps})
+    options = ("-httpListenAddr=127.0.0.1:0", f"-storageDataPath={tmp_path}/data", "-memory.allowedBytes=64MB")
+    with server("victoria-metrics", *options, "-opentelemetry.usePrometheusNaming") as address:
+        done = read_run(path)
+        send(done, f"opentelemetry:{address}/opentelemetry/v1/metrics")
+        urlopen(f"{address}/internal/force_flush", timeout=30).close()
+        ((labels, values),) = wait_for(lambda: query(address, "shoal_loss[2h]", start + 3600))
+        assert (labels["run"], labels["service_name"]) == (done.name, "shoal")
+        assert [(when - start, float(value)) for when, value in values] == [
+            (step, 0.5) for step in range(1, STEPS + 1)
+        ]
+        parts = query(address, "shoal_time_share", start + STEPS)
+        shares = {labels["part"]: float(value) for labels, ((_, value),) in parts}
+        assert shares["compute"] == pytest.approx(0.8)
+        assert sum(shares.values()) == pytest.approx(1)
 
 
 @pytest.fixture
@@ -377,8 +490,6 @@ def test_without_the_package_the_command_to_install_it_is_given(kind, monkeypatc
 
 
 def test_no_tool_is_imported_before_it_is_used():
-    import subprocess
-
     code = (
         "import sys, shoal.cli, shoal.observe.send, shoal.verbs.send\n"
         "for kind in shoal.observe.exporters.KINDS.values():\n"

@@ -11,13 +11,14 @@ from observing import Home, event, make_step, make_steps, write_log, write_metri
 
 from shoal.dash import logs
 from shoal.dash.about import reproduce
-from shoal.dash.built import read_page
+from shoal.dash.built import is_built, read_page
 from shoal.dash.curves import to_curves
 from shoal.dash.door import MAX_SESSIONS, Sessions
 from shoal.dash.heat import HeatMap
 from shoal.dash.index import Query, RunIndex, run_id
 from shoal.dash.opened import OpenRun, sign
 from shoal.dash.stream import differing
+from shoal.dash.verb import main as dash_main
 from shoal.dash.world import tell_world
 from shoal.observe.merged import merge
 from shoal.observe.runs import RunInfo, read_run
@@ -234,7 +235,29 @@ def test_an_open_run_reads_on(tmp_path: Path) -> None:
     assert run.heat("own", 10)["ranks"] == [0, 1]
 
 
-def test_a_page_that_was_not_built_says_how(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("is_built", "has_server", "command"),
+    [
+        (False, True, "`make page`"),
+        (True, False, "`pip install 'shoal[service]'`"),
+        (False, False, "`make page && pip install 'shoal[service]'`"),
+    ],
+)
+def test_one_error_names_all_that_the_page_lacks(
+    monkeypatch: pytest.MonkeyPatch, is_built: bool, has_server: bool, command: str
+) -> None:
+    monkeypatch.setattr("shoal.dash.verb.is_built", lambda: is_built)
+    monkeypatch.setattr("shoal.dash.verb.find_spec", lambda name: has_server or None)
     with pytest.raises(UserError) as caught:
-        read_page(str(tmp_path))
-    assert "make page" in caught.value.hint
+        dash_main([])
+    assert command in caught.value.hint
+    assert ("npm" in caught.value.hint) == (not is_built)
+
+
+def test_a_page_is_known_by_its_document(tmp_path: Path) -> None:
+    assert not is_built(str(tmp_path / "nothing"))
+    assert not is_built(str(tmp_path))
+    (tmp_path / "index.html").write_text("<!doctype html>")
+    (tmp_path / "notes.txt").write_text("not a part of the page")
+    assert is_built(str(tmp_path))
+    assert [*read_page(str(tmp_path))] == ["index.html"]

@@ -38,13 +38,16 @@ async function read<T>(send: () => Promise<Response>): Promise<T> {
   throw new Failure(response.status, told.message ?? `The server answered with ${response.status}.`, told.why, told.hint);
 }
 
-export type News = { onRun?: (id: string, changed: string[]) => void; onList?: () => void; onJobs?: () => void; onState: (isLive: boolean) => void };
+/** What may be watched beside single runs: the list of runs, the machines of all that go on, the queue. */
+type Also = "list" | "system" | "jobs";
 
-/** News of runs and of the list while the page is visible. Hidden pages hang up: browsers allow six connections. */
+export type News = { onRun?: (id: string, changed: string[]) => void; onAlso?: () => void; onState: (isLive: boolean) => void };
+
+/** News of runs, and of something else, while the page is visible. Hidden pages hang up: browsers allow six connections. */
 export class Live {
   private source: EventSource | null = null;
 
-  constructor(private readonly runs: string[], private readonly hasList: boolean, private readonly news: News) {
+  constructor(private readonly runs: string[], private readonly also: Also | null, private readonly news: News) {
     document.addEventListener("visibilitychange", this.look);
     this.look();
   }
@@ -66,8 +69,7 @@ export class Live {
 
   private open(): void {
     const query = new URLSearchParams(this.runs.map((id) => ["run", id]));
-    if (this.hasList) query.set("list", "1");
-    if (this.news.onJobs) query.set("jobs", "1");
+    if (this.also) query.set("also", this.also);
     const source = new EventSource(`/api/news?${query}`);
     this.source = source;
     source.addEventListener("hello", () => {
@@ -79,8 +81,7 @@ export class Live {
       const { id, changed } = JSON.parse((event as MessageEvent<string>).data) as { id: string; changed: string[] };
       this.news.onRun?.(id, changed);
     });
-    source.addEventListener("runs", () => this.news.onList?.());
-    source.addEventListener("jobs", () => this.news.onJobs?.());
+    if (this.also) source.addEventListener(this.also, () => this.news.onAlso?.());
     source.addEventListener("error", () => {
       this.news.onState(false);
       if (source.readyState === EventSource.CLOSED && this.source === source) {
@@ -92,7 +93,6 @@ export class Live {
 
   private refreshAll(): void {
     for (const id of this.runs) this.news.onRun?.(id, ["status", "series", "events", "logs", "system", "checkpoints"]);
-    this.news.onList?.();
-    this.news.onJobs?.();
+    this.news.onAlso?.();
   }
 }

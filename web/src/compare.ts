@@ -26,7 +26,7 @@ export function showCompare(root: HTMLElement, ids: string[], onState: (isLive: 
     const charts = h("div", null);
     fill(root, h("div", { class: "head" }, h("h1", null, `${runs.length} runs compared`)), h("div", { class: "stack" }, table(runs), charts, differences(runs)));
     curves = showCurves(charts, runs);
-    live = new Live(runs.map((run) => run.id), false, { onRun: (_, changed) => curves.news?.(changed), onState });
+    live = new Live(runs.map((run) => run.id), null, { onRun: (_, changed) => curves.news?.(changed), onState });
   }
 
   return {

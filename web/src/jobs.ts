@@ -76,7 +76,7 @@ export function showJobs(root: HTMLElement, onState: (isLive: boolean) => void):
   }
 
   refresh();
-  const live = new Live([], false, { onJobs: refresh, onState });
+  const live = new Live([], "jobs", { onAlso: refresh, onState });
   const timer = window.setInterval(() => (document.hidden ? undefined : refresh()), 5000);
   const onKey = (event: KeyboardEvent): void => {
     if (event.key === "/" && !(event.target instanceof HTMLInputElement)) {

@@ -81,7 +81,7 @@ export function showRun(root: HTMLElement, id: string, tab: string, onState: (is
   }, 500);
 
   refresh();
-  live = new Live([id], false, {
+  live = new Live([id], null, {
     onRun: (_, changed) => {
       refresh();
       view.news?.(changed);

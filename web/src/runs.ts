@@ -139,7 +139,7 @@ export function showRuns(root: HTMLElement, onState: (isLive: boolean) => void, 
   }
 
   refresh();
-  const live = new Live([], true, { onList: refresh, onState });
+  const live = new Live([], "list", { onAlso: refresh, onState });
   const onKey = (event: KeyboardEvent): void => {
     if (event.key === "/" && !(event.target instanceof HTMLInputElement)) {
       event.preventDefault();

@@ -29,13 +29,11 @@ export function showAllSystems(root: HTMLElement, onState: (isLive: boolean) => 
   const body = h("div", null);
   fill(root, h("div", { class: "head" }, h("h1", null, "System"), h("p", { class: "quiet small" }, "The machines of all runs that go on now.")), body);
   const view = showNodes(body, "system", () => empty("No run goes on.", "Machines are measured while they have workers of a run. Ended runs keep theirs on their System tab."));
-  const live = new Live([], true, { onList: view.refresh, onState });
-  const timer = window.setInterval(() => (document.hidden ? undefined : view.refresh()), 2000);
+  const live = new Live([], "system", { onAlso: view.refresh, onState });
   return {
     close: () => {
       view.close();
       live.close();
-      window.clearInterval(timer);
     },
   };
 }

@@ -1,7 +1,6 @@
 """The server of the page: addresses and what is behind them. Reading is done in threads, one run's at a time."""
 
 import asyncio
-import importlib
 import sys
 import time
 import traceback
@@ -106,8 +105,6 @@ class Dash:
             )
             return answer_error(request, error, 401)
         self.on_login()
-        # Whoever comes in is going to look at curves, and numpy takes a fifth of a second to import.
-        self._begin(lambda: importlib.import_module("numpy"))
         done = answer(request, {"ok": True})
         done.set_cookie(self.cookie_name, cookie, httponly=True, samesite="strict", path="/")
         return done
@@ -316,12 +313,10 @@ class Dash:
 
         def tell() -> list[dict[str, Any]]:
             self.index.refresh(1.0)
-            running = self.index.page(Query(status="running", limit=MAX_RUNS_AT_ONCE))["rows"]
             nodes: dict[str, dict[str, Any]] = {}
-            for row in running:
-                listed = self.index.find(row["id"])
-                samples = self.opened.get(listed.row.run.path).system() if listed else {}
-                for node in about.tell_system(samples, seconds, points):
+            for listed in self.index.running()[:MAX_RUNS_AT_ONCE]:
+                row = plain(listed)
+                for node in about.tell_system(self.opened.get(listed.row.run.path).system(), seconds, points):
                     best = nodes.get(node["node"])
                     runs = [*(best["runs"] if best else ()), {"id": row["id"], "name": row["name"]}]
                     nodes[node["node"]] = {**(best if best and best["time"] > node["time"] else node), "runs": runs}
@@ -367,7 +362,7 @@ class Dash:
         found = [self.index.find(run_id) for run_id in params.getlist("run")[:MAX_RUNS_AT_ONCE]]
         paths = [(one.id, one.row.run.path) for one in found if one]
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        news = self.streams.news(paths, has_list=params.get("list") == "1", has_jobs=params.get("jobs") == "1")
+        news = self.streams.news(paths, params.getlist("also"))
         return StreamingResponse(news, headers=headers, media_type="text/event-stream")
 
     async def _listed(self, request: Request) -> Listed:

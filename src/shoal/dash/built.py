@@ -4,8 +4,6 @@ import gzip
 import os
 from dataclasses import dataclass
 
-from shoal.spec.errors import UserError
-
 FOLDER = os.path.join(os.path.dirname(__file__), "page")
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -24,20 +22,15 @@ class PageFile:
     type: str
 
 
+def is_built(folder: str = FOLDER) -> bool:
+    """Whether the page is there."""
+    return os.path.exists(os.path.join(folder, "index.html"))
+
+
 def read_page(folder: str = FOLDER) -> dict[str, PageFile]:
-    """All files by name. Raises UserError where the page was not built."""
-    try:
-        names = sorted(os.listdir(folder))
-    except OSError:
-        names = []
-    if "index.html" not in names:
-        raise UserError(
-            "The page of `shoal dash` has not been built.",
-            why="this is a source checkout; a wheel has it inside",
-            hint="run `make page`, which needs npm",
-        )
+    """All files of a page that is built, by name."""
     files = {}
-    for name in names:
+    for name in sorted(os.listdir(folder)):
         kind = _TYPES.get(os.path.splitext(name)[1])
         if kind:
             with open(os.path.join(folder, name), "rb") as file:

@@ -73,6 +73,11 @@ class RunIndex:
         name = self._names.get(run_id)
         return self._listed.get(name) if name is not None else None
 
+    def running(self) -> list[Listed]:
+        """The runs that go on, the newest first."""
+        running = [one for one in list(self._listed.values()) if one.row.run.status == "running"]
+        return sorted(running, key=lambda one: _SORTS["created"](one.row), reverse=True)
+
     def page(self, query: Query) -> dict[str, Any]:
         """A part of the list, as JSON values."""
         listed = list(self._listed.values())

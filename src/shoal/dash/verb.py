@@ -1,6 +1,7 @@
 """`shoal dash`: serve the page until Ctrl-C."""
 
 import contextlib
+import importlib
 import json
 import os
 import socket
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from types import FrameType
 
-from shoal.dash.built import PageFile, read_page
+from shoal.dash.built import PageFile, is_built, read_page
 from shoal.engine.env import has_display, shoal_home
 from shoal.spec.errors import UserError
 from shoal.verb_parser import Parser
@@ -28,8 +29,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print each login link as a line of JSON")
     options = parser.parse_args(argv)
     port = None if options.port is None else _parse_port(options.port)
+    _check_parts()
     page = read_page()
-    _check_extra()
     with _listen(options.host, port) as listener:
         door = Door(host=options.host, port=listener.getsockname()[1])
         return _serve(listener, door, page, as_json=options.json, is_opened=not options.no_open)
@@ -43,11 +44,19 @@ def _parse_port(text: str) -> int:
     return int(text)
 
 
-def _check_extra() -> None:
+def _check_parts() -> None:
+    """Raise one error for all that is missing, with one command for all of it."""
+    missing = []
+    if not is_built():
+        missing.append(("it has not been built: this is a source checkout; a wheel has it inside", "make page"))
     if not all(map(find_spec, ("starlette", "uvicorn"))):
+        missing.append(("Starlette and uvicorn are not installed", "pip install 'shoal[service]'"))
+    if missing:
+        needs_npm = ", which needs npm" if missing[0][1] == "make page" else ""
         raise UserError(
-            "The page needs Starlette and uvicorn, which are not installed.",
-            hint="run `pip install 'shoal[service]'`",
+            "The page of `shoal dash` cannot be shown.",
+            why="; and ".join(why for why, _ in missing),
+            hint=f"run `{' && '.join(command for _, command in missing)}`{needs_npm}",
         )
 
 
@@ -74,6 +83,8 @@ def _listen(host: str, port: int | None) -> socket.socket:
 def _serve(
     listener: socket.socket, door: Door, page: Mapping[str, PageFile], *, as_json: bool, is_opened: bool
 ) -> int:
+    # Curves need it, and it takes a fifth of a second: it is there when the first of them is asked for.
+    threading.Thread(target=importlib.import_module, args=("numpy",), name="shoal-dash-numpy", daemon=True).start()
     import uvicorn
 
     from shoal.dash.app import Dash

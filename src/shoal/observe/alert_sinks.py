@@ -239,7 +239,9 @@ def tell(error: Exception) -> str:
     """Why a sink failed, without what might be a secret."""
     if isinstance(error, subprocess.TimeoutExpired):
         return f"it took longer than {error.timeout:.0f} s"
-    error = getattr(error, "reason", error)  # of urllib: what lies under it
+    # Of urllib it is what lies under it. Errors of TLS have a mere code there, and say more themselves.
+    reason = getattr(error, "reason", None)
+    error = reason if isinstance(reason, Exception) else error
     return one_line(getattr(error, "strerror", None) or error or type(error).__name__)[:300]
 
 

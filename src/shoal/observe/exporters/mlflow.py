@@ -1,4 +1,4 @@
-"""Numbers of a run in MLflow: a tracking server, or a database of its own such as sqlite:///mlflow.db."""
+"""Numbers of a run in MLflow: a tracking server, a database such as sqlite:///mlflow.db, or a folder of old."""
 
 import logging
 import re
@@ -32,7 +32,8 @@ def metric_name(name: str) -> str:
 class MlflowRun:
     """One run of MLflow, in the experiment that MLFLOW_EXPERIMENT_NAME says, or `shoal`.
 
-    A run that is sent again, or resumed, stays one: it is found by its tag. MLflow keeps equal numbers once.
+    A run that is sent again, or resumed, stays one: it is found by its tag. MLflow keeps equal numbers once, but for
+    those in folders.
     """
 
     def __init__(self, run: RunInfo, place: str) -> None:
@@ -51,7 +52,8 @@ class MlflowRun:
             raise UserError(
                 f"MLflow does not take this run{f' at {mask(place)}' if place else ''}.",
                 why=mask(one_line(error)),
-                hint="name a server or a database: `--to mlflow:http://host:5000`, `--to mlflow:sqlite:///mlflow.db`",
+                hint="name a server or a database: `--to mlflow:http://host:5000`, `--to mlflow:sqlite:///mlflow.db`"
+                "; or a folder, with MLFLOW_ALLOW_FILE_STORE=true",
             ) from error
 
     def write(self, rows: Sequence[Scalars]) -> None:

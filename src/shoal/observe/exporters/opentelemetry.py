@@ -87,7 +87,7 @@ class OtlpMetrics:
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
         metrics = [
-            Metric(name=name, description="", unit=_UNITS.get(name, "1"), data=Gauge(data_points=found))
+            Metric(name=name, description="", unit=_UNITS.get(name, ""), data=Gauge(data_points=found))
             for name, found in points.items()
         ]
         scope = ScopeMetrics(scope=InstrumentationScope("shoal", __version__), metrics=metrics, schema_url="")
@@ -96,6 +96,7 @@ class OtlpMetrics:
             raise OSError(f"the receiver{f' at {mask(self._place)}' if self._place else ''} did not take them")
 
 
+# Other numbers have none: those of unit "1" get the ending `_ratio` where a receiver hands them on to Prometheus.
 _UNITS = {"shoal.step_seconds": "s", "shoal.samples_per_second": "{sample}/s"}
 
 
