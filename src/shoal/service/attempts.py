@@ -31,8 +31,8 @@ _DETACH_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "detach.
 def start(jobs_folder: str, orders: Orders, fork: Fork | None = None) -> None:
     """Have an attempt run. The same one twice runs once; one with a lower token than one seen before never runs.
 
-    `fork` may make its keeper, a shorter way; it returns False where it did not, or not for sure. Returns when one has
-    been started, about 15 ms later. Raises UserError where the disk refuses.
+    `fork` may make its keeper, a shorter way; it returns False where it did not, or not for sure. Returns when it has
+    one, about 15 ms later. Raises UserError where the disk refuses.
     """
     folder = attempt_folder(jobs_folder, orders.job, orders.token)
     try:
