@@ -62,7 +62,7 @@ def test_jobs_that_were_accepted_are_there_once_however_the_service_dies(home: P
         with daemon.client() as client:
             assert client.queue()["total"] == 60
         assert daemon.stop() == 0, daemon.log
-    check_account(daemon.folder, account, 60)
+    check_account(daemon, account, 60)
 
 
 def test_a_running_job_outlives_the_service_is_adopted_and_runs_once(home: Path):

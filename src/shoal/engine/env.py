@@ -140,7 +140,7 @@ def worker_layers(
     and `--env` wins over everything.
     """
     threads = max(1, seat.cores // max(1, seat.num_local))
-    defaults = {**_defaults(seat), "OMP_NUM_THREADS": str(threads)}
+    defaults = _defaults(seat.interface, threads)
     env = _thread_variables(job.threads_per_worker) if job.threads_per_worker else {}
     env |= _torchrun(rank, run, seat) | _shoal(job, run) | {"SHOAL_INCARNATION": str(incarnation)}
     if seat.gpus:
@@ -175,12 +175,18 @@ def task_env(
     return {"SHOAL_WORKER": str(worker), **env}
 
 
-def _defaults(seat: Seat) -> dict[str, str]:
+def plain_env(num_threads: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """What libraries find when they are loaded by a worker of this machine, as far as the run changes nothing."""
+    return {**_defaults(Seat().interface, num_threads), **inherited}
+
+
+def _defaults(interface: str, num_threads: int) -> dict[str, str]:
     return {
+        "OMP_NUM_THREADS": str(num_threads),
         "PYTHONUNBUFFERED": "1",
         # The device towards the other workers. Without it gloo resolves the host's name, which may lead nowhere.
-        "GLOO_SOCKET_IFNAME": seat.interface,
-        "TP_SOCKET_IFNAME": seat.interface,
+        "GLOO_SOCKET_IFNAME": interface,
+        "TP_SOCKET_IFNAME": interface,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         # Activations are freed and taken again in every step. Left alone, glibc gives their pages back to the system
         # each time, and taking them again cost a CNN a tenth of its step in page faults. 32 MiB is glibc's limit.
@@ -286,6 +292,12 @@ def set_defaults(values: Mapping[str, str]) -> None:
 
 def set_all(values: Mapping[str, str]) -> None:
     """Set variables of this process, whatever they were."""
+    os.environ.update(values)
+
+
+def replace_all(values: Mapping[str, str]) -> None:
+    """Give this process these variables and no others."""
+    os.environ.clear()
     os.environ.update(values)
 
 

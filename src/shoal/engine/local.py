@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from shoal.engine import seeds
 from shoal.engine.engine import CALL_FD, CONTROL_FD, PYTHON, RESULT_FD, WORKER_FILE, WORLD_FD, Listener, ignore
 from shoal.engine.env import inherited_env
 from shoal.engine.guard import is_group_alive, signal_group
 from shoal.engine.log import Log
 from shoal.engine.machine import available_cores
 from shoal.engine.nameless import make_file, read_file
-from shoal.engine.nursery import Spare, has_room
+from shoal.engine.nursery import Spare, has_room, order_for
 from shoal.engine.outbox import Outbox
 from shoal.engine.ports import ReservedPorts
 from shoal.engine.processes import open_pid_fd, start_guard
@@ -43,7 +44,7 @@ class _Worker:
     """One process and the descriptors that lead to it; -1 is a closed one. Its pid is also its process group."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: "subprocess.Popen[bytes] | seeds.Seed"
     output_fd: int
     control_fd: int
     log: Log
@@ -92,6 +93,7 @@ class LocalEngine:
         self._exits: list[WorkerExit] = []
         self._guard: subprocess.Popen[bytes] | None = None
         self._spare: Spare | None = None
+        self._ready = seeds.take()
         self._is_input_taken = False
         self._call: tuple[bytes, int] | None = None
         self._orphan_seconds, self._lease_seconds, self._held_fds = orphan_seconds, lease_seconds, held_fds
@@ -127,6 +129,7 @@ class LocalEngine:
             for spec in workers:
                 self._running.append(self._spawn(fit(spec)))
             # Last, so that no worker waits for it.
+            self._close_ready()
             self._have_guarded([worker.process.pid for worker in self._running if worker not in others])
         except BaseException:
             for worker in self._running:
@@ -278,17 +281,19 @@ class LocalEngine:
         world_end: int = -1,
         *,
         call_fds: tuple[int, ...],
-    ) -> subprocess.Popen[bytes]:
+    ) -> "subprocess.Popen[bytes] | seeds.Seed":
         _enlarge(output_end)
-        is_plain = not call_fds and spec.rank not in self._inherit_fds
-        if self._spare is not None and self._spare.fits(spec) and is_plain:
-            spare, self._spare = self._spare, None
-            with open(os.devnull, "rb") as nothing:
-                process = spare.become(spec, (nothing.fileno(), output_end, control_end, world_end))
-            if process is not None:
-                return process
         # A replacement could only read what is left of the input.
         has_input = spec.rank == 0 and self._stdin_fd is not None and not self._is_input_taken
+        is_plain = not call_fds and spec.rank not in self._inherit_fds
+        if is_plain and (self._ready or self._spare is not None):
+            with open(os.devnull, "rb") as nothing:
+                stdin = self._stdin_fd if has_input and self._stdin_fd is not None else nothing.fileno()
+                ends = (stdin, output_end, control_end, *((world_end,) if world_end >= 0 else ()))
+                process = self._use_ready(spec, ends)
+            if process is not None:
+                self._is_input_taken |= has_input
+                return process
         self._is_input_taken |= has_input
         numbers = {CONTROL_FD: str(control_end), WORLD_FD: str(world_end)}
         numbers |= dict(zip((CALL_FD, RESULT_FD), map(str, call_fds), strict=False))
@@ -303,6 +308,17 @@ class LocalEngine:
             pass_fds=(*passed, *call_fds, *self._inherit_fds.get(spec.rank, ())),
             start_new_session=True,
         )
+
+    def _use_ready(self, spec: WorkerSpec, ends: Sequence[int]) -> "subprocess.Popen[bytes] | seeds.Seed | None":
+        """Make a process that waits this worker, if there is one that can be."""
+        while (seed := next((seed for seed in self._ready if seed.fits(spec)), None)) is not None:
+            self._ready.remove(seed)
+            if seed.become(order_for(spec, seed.loaded), ends):
+                return seed
+        if self._spare is not None and self._spare.fits(spec):
+            spare, self._spare = self._spare, None
+            return spare.become(spec, ends)
+        return None
 
     def _watch(self, worker: _Worker) -> None:
         assert self._selector is not None
@@ -436,7 +452,12 @@ class LocalEngine:
             with contextlib.suppress(OSError):
                 self._guard.stdin.write(line.encode())
 
+    def _close_ready(self) -> None:
+        while self._ready:
+            self._ready.pop().close()
+
     def _close(self) -> None:
+        self._close_ready()
         while self._lingering:
             self._wait(0.02)
         self._forget_call()

@@ -1,13 +1,14 @@
 """The launcher's side of a spare: a process that becomes the next worker that is needed."""
 
-import json
 import os
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from shoal.engine.engine import CONTROL_FD, WORLD_FD
 from shoal.engine.machine import available_memory_bytes
+from shoal.engine.seeds import tell
 from shoal.spec.errors import UserError
 from shoal.spec.job import WorkerSpec
 
@@ -52,15 +53,7 @@ class Spare:
 
     def become(self, spec: WorkerSpec, fds: Sequence[int]) -> subprocess.Popen[bytes] | None:
         """Make it the worker of `spec`, given input, output, control and World descriptors; None if it is gone."""
-        changed = {name: value for name, value in spec.env.items() if self._env.get(name) != value}
-        removed = [name for name in self._env if name not in spec.env]
-        order = {"args": spec.command[4:], "changed": changed, "removed": removed, "working_dir": spec.working_dir}
-        line = json.dumps(order).encode() + b"\n"
-        self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * len(line))
-        try:
-            is_sent = socket.send_fds(self._channel, [line], list(fds)) == len(line)
-        except OSError:
-            is_sent = False
+        is_sent = tell(self._channel, order_for(spec, self._env), fds)
         if not is_sent:
             self.close()
             return None
@@ -71,6 +64,16 @@ class Spare:
         self._channel.close()
         self.process.kill()
         self.process.wait()
+
+
+def order_for(spec: WorkerSpec, env: Mapping[str, str]) -> dict[str, Any]:
+    """What a process with these variables is told, to become a worker. Pure."""
+    return {
+        "args": spec.command[4:],
+        "changed": {name: value for name, value in spec.env.items() if env.get(name) != value},
+        "removed": [name for name in env if name not in spec.env],
+        "working_dir": spec.working_dir,
+    }
 
 
 def wants_spare(options: Mapping[str, str]) -> bool:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
+READ_AT_IMPORT = rb"_NUM_THREADS|\b(?:OMP|GOMP|KMP|MKL|OPENBLAS|MALLOC|PYTORCH|TORCH|ATEN|DNNL|ONEDNN)_[A-Z]"
+"""Names of variables that torch and the libraries below it read when they are loaded."""
+
 
 def main(socket_fd: str, worker_file: str) -> None:
     # What lies beside this file is not for imports of others. `worker.py` puts the script's folder in its place.
@@ -76,7 +79,10 @@ def import_if_there(name: str) -> None:
 
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """What to become, and the descriptors that belong to it: input, output, control, and the one to be told on."""
+    """What to become, and the descriptors that belong to it.
+
+    Those of a worker are input, output, control, and in an elastic run the one to be told on.
+    """
     data = b""
     fds: list[int] = []
     while not data.endswith(b"\n"):
@@ -89,7 +95,7 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
 
 
 def become(worker: ModuleType, worker_file: str, order: dict[str, Any], fds: list[int]) -> None:
-    stdin, output, control, world = fds
+    stdin, output, control, *world = fds
     for number, fd in enumerate((stdin, output, output)):
         os.dup2(fd, number)
     for fd in (stdin, output):
@@ -99,9 +105,9 @@ def become(worker: ModuleType, worker_file: str, order: dict[str, Any], fds: lis
         del os.environ[name]
     for name, value in order["changed"].items():
         os.environ[name] = value
-    args = [str(control), str(world), *order["args"]]
-    if is_shadowed(order["args"]):
-        for fd in (control, world):
+    args = [str(control), "".join(map(str, world)), *order["args"]]
+    if is_shadowed(order["args"]) or comes_before_imports(order["args"]):
+        for fd in (control, *world):
             os.set_inheritable(fd, True)
         os.execv(sys.executable, [sys.executable, worker_file, *args])
     worker.main(*args)
@@ -119,6 +125,21 @@ def is_shadowed(args: list[str]) -> bool:
     modules = [name.partition(".")[0] for name in names if name.endswith((".py", ".so"))]
     imported = {name for name in [*packages, *modules] if name in sys.modules}
     return any(place_of(sys.modules[name]) not in (folder, os.path.join(folder, name)) for name in imported)
+
+
+def comes_before_imports(args: list[str]) -> bool:
+    """Whether the script sets variables that libraries read when they are loaded, which they have been."""
+    import re
+
+    _, _, kind, target, *_ = args
+    if kind != "script":
+        return False
+    try:
+        with open(target, "rb") as file:
+            source = file.read()
+    except OSError:  # the worker will meet the same, and say so
+        return False
+    return b"environ" in source and re.search(READ_AT_IMPORT, source) is not None
 
 
 def place_of(module: ModuleType) -> str:

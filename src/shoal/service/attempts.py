@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,17 @@ from shoal.spec.errors import UserError
 
 __all__ = ["CAUSES", "Orders", "Seen", "here", "look", "resize", "start", "stop"]
 
+Fork = Callable[[Path, Orders], bool]
 START_SECONDS = 10.0
 """How long a keeper may take from its start to its lock, on a machine that is very busy."""
 _DETACH_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "detach.py")
 
 
-def start(jobs_folder: str, orders: Orders) -> None:
+def start(jobs_folder: str, orders: Orders, fork: Fork | None = None) -> None:
     """Have an attempt run. The same one twice runs once; one with a lower token than one seen before never runs.
 
-    Returns when its keeper has been started, about 15 ms later. Raises UserError where the disk refuses.
+    `fork` may make its keeper, a shorter way; it returns False where it did not, or not for sure. Returns when it has
+    one, about 15 ms later. Raises UserError where the disk refuses.
     """
     folder = attempt_folder(jobs_folder, orders.job, orders.token)
     try:
@@ -47,7 +50,8 @@ def start(jobs_folder: str, orders: Orders) -> None:
             why=f"{error.strerror or error}: {folder}",
             hint="make room on that disk, or let the service write there",
         ) from error
-    _have_kept(folder)
+    if not (fork is not None and _needs_keeper(folder) and fork(folder, orders)):
+        _have_kept(folder)
 
 
 def look(jobs_folder: str, job: str, token: int) -> Seen:
@@ -126,9 +130,14 @@ def _tell(folder: Path, name: str, value: dict[str, Any]) -> None:
         ) from error
 
 
+def _needs_keeper(folder: Path) -> bool:
+    is_begun = (folder / "claimed.json").exists() or (folder / "ended.json").exists()
+    return not is_begun and not is_held(str(folder))
+
+
 def _have_kept(folder: Path) -> None:
     """Start a keeper, unless there is one or was one. Two may be started at once: only one takes the lock."""
-    if (folder / "claimed.json").exists() or (folder / "ended.json").exists() or is_held(str(folder)):
+    if not _needs_keeper(folder):
         return
     command = [sys.executable, "-P", "-m", "shoal.service.keeper", str(folder)]
     done = subprocess.run(

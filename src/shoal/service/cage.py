@@ -68,15 +68,15 @@ class Cage:
         is_watched = self.limits.memory_bytes and "memory" not in self.groups
         return (*self.groups, *(("watchdog",) if is_watched else ()))
 
-    def join(self) -> None:
-        """Put the calling process in: for a new one, before it runs anything."""
+    def join(self, pid: int = 0) -> None:
+        """Put a process in, the calling one if no other is named: a new one, before it runs anything."""
         for path in {group.path for group in self.groups.values()}:
             with open(path / "cgroup.procs", "w", encoding="ascii") as file:
-                file.write("0")
+                file.write(str(pid))
         if self.limits.memory_bytes and "memory" not in self.groups:
             # Address space counts what is never used, such as stacks of threads: hence the room.
             most = 2 * self.limits.memory_bytes + (1 << 30)
-            resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+            resource.prlimit(pid, resource.RLIMIT_DATA, (most, most))
 
     def fit(self, num_workers: int) -> bool:
         """Hold another number of workers; False where the job still has more memory than those may have."""

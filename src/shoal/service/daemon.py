@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from shoal.cluster.files import make_folder, write_private
 from shoal.cluster.reach import choose_address
 from shoal.engine.clusters import boot_id
-from shoal.service import acts, attempts, places
+from shoal.service import acts, places
 from shoal.service.dispatch import Dispatcher
 from shoal.service.people import ADMIN, Person, digest_token, new_token
 from shoal.service.settings import read_settings
 from shoal.service.state import Shared
 from shoal.service.store import Store
 from shoal.service.transport import certificate_for, files_for
+from shoal.service.warming import Warm, WarmAttempts
 from shoal.service.writer import Change, Writer
 from shoal.spec.errors import ShoalError, UserError
 from shoal.web.door import Door
@@ -73,7 +74,8 @@ def _serve(home: str, folder: str, host: str, port: int) -> int:
             certificate = "" if door.scheme == "http" else certificate_for(folder, host)
             _let_owner_in(store, writer, folder)
             shared = Shared(home=home, folder=folder, store=store, settings=settings, writer=writer, woken=woken)
-            dispatcher = Dispatcher(shared, attempts)
+            warm = Warm(lambda: shared.settings.is_warm)
+            dispatcher = Dispatcher(shared, WarmAttempts(warm))
             key, chain = files_for(folder) if certificate else (None, None)
             config = uvicorn.Config(
                 Api(shared, door).app(),
@@ -99,6 +101,7 @@ def _serve(home: str, folder: str, host: str, port: int) -> int:
                 uvicorn.Server(config).run(sockets=[listener])
             finally:
                 dispatcher.close()
+                warm.close()
     finally:
         writer.close()
         store.close()

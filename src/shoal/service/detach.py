@@ -11,6 +11,12 @@ import sys
 def detach(output: str, command: list[str]) -> None:
     if os.fork():
         os._exit(0)
+    leave(output)
+    os.execv(command[0], command)
+
+
+def leave(output: str) -> None:
+    """Keep nothing of whoever started this process: not its session, not its folder, not what it has open."""
     os.setsid()
     os.chdir("/")
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -21,7 +27,6 @@ def detach(output: str, command: list[str]) -> None:
     for fd, wanted in ((0, nothing), (1, written), (2, written)):
         os.dup2(wanted, fd)
     os.closerange(3, 65536)
-    os.execv(command[0], command)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,12 @@ from typing import Any
 from shoal.engine.env import inherited_env, shoal_home
 from shoal.engine.processes import open_pid_fd
 from shoal.engine.requests import ask
+from shoal.engine.seeds import Seed
 from shoal.observe.lines import last_lines
 from shoal.observe.ps import newest_failure
 from shoal.service.cage import Cage, Limits, limit
 from shoal.service.folders import newest_token, read, take_lock, write, write_reserved
-from shoal.service.launching import adopt_orphans, bury_orphans, command_of, launch
+from shoal.service.launching import Launcher, adopt_orphans, bury_orphans, command_of, launch
 from shoal.service.orders import CAUSE_OF, Orders, orders_of
 from shoal.service.processes import MARK, children_of_all, descendants, kill_marked, memory_of, workers_of
 from shoal.service.verdict import Facts, gib, judge
@@ -37,7 +38,8 @@ LATE_SECONDS = 5.0
 """What the processes of an earlier attempt get beyond their grace before they are killed."""
 
 
-def main(folder: Path) -> int:
+def main(folder: Path, seed: Seed | None = None) -> int:
+    """See the attempt of a folder through, if it is ours. A `seed` becomes the launcher, else one is started."""
     value = read(folder / "orders.json")
     own = take_lock(folder) if value else None
     if own is None or (folder / "claimed.json").exists() or (folder / "ended.json").exists():
@@ -48,7 +50,7 @@ def main(folder: Path) -> int:
         _end(folder, {"cause": job, "message": "It was stopped before it began."})
         return 0
     write_reserved(folder / "claimed.json", {"pid": os.getpid()})
-    _end(folder, Keeper(folder, orders, (own, job)).see_through())
+    _end(folder, Keeper(folder, orders, (own, job), seed).see_through())
     return 0
 
 
@@ -85,8 +87,8 @@ def _earlier(folder: Path) -> list[Path]:
 class Keeper:
     """One attempt that is ours."""
 
-    def __init__(self, folder: Path, orders: Orders, locks: tuple[int, ...]) -> None:
-        self._folder, self._orders, self._locks = folder, orders, locks
+    def __init__(self, folder: Path, orders: Orders, locks: tuple[int, ...], seed: Seed | None = None) -> None:
+        self._folder, self._orders, self._locks, self._seed = folder, orders, locks, seed
         self._env = {**inherited_env(), **orders.env, **_devices(orders), MARK: str(folder)}
         self._run_dir = Path(self._env.get("SHOAL_HOME") or shoal_home(), "runs", orders.run_name)
         self._status: dict[str, Any] = {"run_dir": str(self._run_dir), "num_workers": orders.num_workers}
@@ -109,9 +111,8 @@ class Keeper:
         with limit(self._folder, self._limits()) as cage:
             self._status |= {"limits": cage.names, "started_at": time.time()}
             try:
-                process = launch(
-                    command, self._orders, self._env, self._folder / "output.log", self._locks, cage.join
-                )
+                log = self._folder / "output.log"
+                process = launch(command, self._orders, self._env, log, self._locks, cage.join, self._seed)
             except (OSError, subprocess.SubprocessError) as error:
                 return self._status | {
                     "cause": "failed",
@@ -128,7 +129,7 @@ class Keeper:
         orders = self._orders
         return Limits(memory_bytes=orders.memory_bytes, cores=orders.cores, num_workers=orders.num_workers)
 
-    def _follow(self, process: subprocess.Popen[bytes], cage: Cage) -> None:
+    def _follow(self, process: Launcher, cage: Cage) -> None:
         """Do what is asked until the launcher has ended, or was told to and has had its time."""
         began = time.monotonic()
         watch_at, deadline = began, float("inf")
@@ -204,7 +205,7 @@ class Keeper:
         if wanted < cage.limits.num_workers and read(self._run_dir / "run.json").get("num_workers") == wanted:
             cage.fit(wanted)
 
-    def _finish(self, process: subprocess.Popen[bytes], cage: Cage) -> None:
+    def _finish(self, process: Launcher, cage: Cage) -> None:
         """Nothing of the attempt is left when this returns."""
         if process.poll() is None:
             process.kill()

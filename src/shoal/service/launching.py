@@ -8,10 +8,13 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from shoal.engine.seeds import Seed
 from shoal.service.orders import Orders
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIBC = ctypes.CDLL(None)
+_START = (sys.executable, "-P", "-m", "shoal")
+Launcher = subprocess.Popen[bytes] | Seed
 
 
 def command_of(orders: Orders, run_dir: Path, *, goes_on: bool) -> list[str]:
@@ -23,7 +26,7 @@ def command_of(orders: Orders, run_dir: Path, *, goes_on: bool) -> list[str]:
     grace = ["-o", f"engine.grace={orders.grace_seconds * 0.9:.3f}"]
     place = ["--resume", str(run_dir)] if goes_on else ["--name", orders.run_name]
     # With -P nothing in the user's folder is taken for a part of Python.
-    return [sys.executable, "-P", "-m", "shoal", "run", "--quiet", "-n", size, *start, *grace, *place, *orders.argv]
+    return [*_START, "run", "--quiet", "-n", size, *start, *grace, *place, *orders.argv]
 
 
 def launch(
@@ -32,13 +35,17 @@ def launch(
     env: Mapping[str, str],
     output: Path,
     locks: tuple[int, ...],
-    join: Callable[[], None],
-) -> subprocess.Popen[bytes]:
-    """Start the launcher: within its limits, holding the locks, and told to end when we die."""
+    join: Callable[[int], None],
+    seed: Seed | None = None,
+) -> Launcher:
+    """Start the launcher: within its limits, holding the locks, and told to end when we die.
+
+    A seed becomes it where that is not gone, and can be where it is to be.
+    """
     keeper = os.getpid()
 
     def enter() -> None:
-        join()
+        join(0)
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != keeper:  # we died before that
             os._exit(128 + signal.SIGTERM)
@@ -48,6 +55,11 @@ def launch(
     except OSError:  # a full disk
         written = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     try:
+        if seed is not None and seed.poll() is None and os.access(orders.cwd, os.X_OK):
+            join(seed.pid)
+            order = {"module": _START[-1], "args": command[len(_START) :], "env": dict(env), "cwd": orders.cwd}
+            if seed.become(order | {"num_workers": orders.num_workers}, (written, *locks)):
+                return seed
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

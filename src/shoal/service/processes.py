@@ -5,10 +5,12 @@ session, or from under its parent.
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 MARK = "SHOAL_ATTEMPT"
@@ -38,6 +40,32 @@ def kill_marked(folders: Iterable[Path], seconds: float = 10.0) -> int:
             return len(pids)
         time.sleep(0.01)
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a variable stands in what this process began with, which is what /proc shows of it for ever."""
+
+    address: int
+    num_bytes: int
+
+
+def find_variable(name: str) -> Place | None:
+    """Where a variable of this process stands; None where the system does not tell."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        start = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[47])
+        block = b"\0" + Path("/proc/self/environ").read_bytes()
+        at = block.index(f"\0{name}=".encode())
+        return Place(start + at, block.index(b"\0", at + 1) - at - 1) if start else None
+    return None
+
+
+def show_variables(place: Place, values: Mapping[str, str]) -> None:
+    """Have /proc show these in this place, for who was forked and not started. They must have room there."""
+    data = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in values.items())
+    if len(data) > place.num_bytes:
+        raise ValueError(f"no room for {len(data)} bytes in {place.num_bytes}")
+    ctypes.memmove(place.address, data.ljust(place.num_bytes, b"\0"), place.num_bytes)
 
 
 def children_of_all() -> dict[int, list[int]]:

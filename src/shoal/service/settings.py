@@ -34,6 +34,7 @@ class Settings:
     policy: str = "fifo"
     round_seconds: float = 60.0
     grace_seconds: float = 30.0
+    is_warm: bool = True
     usage_half_life_seconds: float = 7 * 86400.0
     partitions: Mapping[str, Partition] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
@@ -77,6 +78,7 @@ def parse_settings(text: str, path: str, policies: Callable[[], Mapping[str, obj
         policy=policy,
         round_seconds=table.duration("round", 60.0),
         grace_seconds=table.duration("grace", 30.0),
+        is_warm=table.flag("warm", True),
         usage_half_life_seconds=table.duration("usage_half_life", 7 * 86400.0),
         partitions={name: _partition(name, each) for name, each in table.tables("partitions")},
         shares=table.numbers("shares"),
