@@ -104,7 +104,7 @@ def _choose(cluster: Cluster, job: Queued, keeps: Mapping[str, int]) -> list[str
 
     able_givers = [each for each in cluster.jobs if each.id in keeps and gives(each)]
     ranked = [each.id for each in sorted(able_givers, key=lambda each: (-gives(each), each.id))]
-    if not is_enough(ranked):
+    if is_enough([]) or not is_enough(ranked):
         return []
     count = next(count for count in range(1, len(ranked) + 1) if is_enough(ranked[:count]))
     found = ranked[:count]
