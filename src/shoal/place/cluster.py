@@ -26,6 +26,11 @@ class Ask:
     disk_bytes: int = 0
     kinds: frozenset[str] = frozenset()
 
+    @property
+    def size(self) -> float:
+        """What one worker counts wherever it is counted who got how much: its GPUs, and one if those are fewer."""
+        return max(self.gpus, 1.0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
@@ -53,10 +58,11 @@ Devices = Mapping[str, tuple[int, ...]]
 class Queued:
     """A job that is not over, as policies see it.
 
-    `service_seconds` is what it got: workers (or GPUs) times seconds. `run_seconds` is how long it ran in all, and
-    `kind_seconds` that by kind of node. `remaining_seconds` is an estimate at `max_workers` on the usual node, with
-    its relative uncertainty; None: nobody knows. `num_stops` counts preemptions and restarts, `stopped_at` the last.
-    `is_elastic`: it can change its size while it runs. `changed_at`: when its allocation last changed.
+    `service_seconds` is what it got: workers, each counted with `ask.size`, times seconds. `run_seconds` is how long
+    it ran in all, and `kind_seconds` that by kind of node. `remaining_seconds` is an estimate at `max_workers` on the
+    usual node, with its relative uncertainty; None: nobody knows. `num_stops` counts preemptions and restarts,
+    `stopped_at` the last, `stop_seconds` is what one costs. `is_elastic`: it can change its size while it runs.
+    `changed_at`: when its allocation last changed.
     `blocked_by` is a reason why it cannot start yet ("after JOB", "held", ...). `needs` are data and models it reads.
     `devices` are the GPUs it has; where that is not known they are counted as if it had the best fitting ones.
     """
@@ -108,6 +114,7 @@ class Partition:
     """A part of the nodes with rules of its own. None: no limit.
 
     `lends`: others may use what is idle, and give it back. `max_user_share` caps one person's part of it, 0 to 1.
+    `max_preemptions` is how often a job may be stopped for others.
     """
 
     name: str = "default"
@@ -115,6 +122,7 @@ class Partition:
     max_workers_per_user: int | None = None
     max_workers_per_job: int | None = None
     max_user_share: float = 1.0
+    max_preemptions: int | None = None
     classes: frozenset[str] = frozenset(CLASSES)
 
 

@@ -53,12 +53,12 @@ class Draft:
             self.reached = self.free.over(space)
         return self.reached
 
-    def hold(self, job: Queued, spots: Spots) -> None:
-        """Give the job these workers as well. There must be room."""
+    def hold(self, job: Queued, spots: Spots, had: Held | None = None) -> None:
+        """Give the job these workers as well, on the GPUs they `had` as far as they are free. There must be room."""
         need, space = self.needs[job.id], self.free.space
         held = self.held.setdefault(job.id, {})
         for at, workers in spots.items():
-            devices = space.pick_devices(at, need, workers)
+            devices = space.pick_devices(at, need, workers, had[at][1] if had and at in had else ())
             self._seat(held, at, workers, devices)
             space.take(at, need, workers, devices)
             if self.reached is not None:
@@ -74,7 +74,8 @@ class Draft:
             if at is None or workers <= 0:
                 continue
             devices = tuple(job.devices.get(name, ()))
-            if len(devices) != workers * (need.whole or (1 if need.share else 0)):
+            is_known = len(devices) == workers * (need.whole or (1 if need.share else 0))
+            if not is_known or max(devices, default=-1) >= space.num_gpus[at]:
                 devices = space.pick_devices(at, need, workers)
             held[at] = (workers, devices)
             space.take(at, need, workers, devices)
@@ -159,8 +160,16 @@ class Draft:
             allocation = {nodes[at].name: workers for at, (workers, _) in held.items()}
             devices = {nodes[at].name: devices for at, (_, devices) in held.items() if devices}
             if allocation != job.allocation or (job.devices and devices != job.devices):
-                places.append(Place(job=job.id, allocation=allocation, devices=devices, why=self.why.get(job.id, "")))
+                why = self._why(job, sum(allocation.values()))
+                places.append(Place(job=job.id, allocation=allocation, devices=devices, why=why))
         return stops + places
+
+    def _why(self, job: Queued, after: int) -> str:
+        """What changes for a job, and for what reason: what took something from it, else what it gains by."""
+        cause, before = self.why.get(job.id, ""), job.num_workers
+        if not before:
+            return cause
+        return f"moved: {cause}" if before == after else f"{before} to {after} workers: {cause}"
 
     def _seat(self, held: Held, at: int, workers: int, devices: tuple[int, ...]) -> None:
         before = held.get(at, (0, ()))
@@ -225,11 +234,11 @@ def _mend(draft: Draft, job: Queued) -> None:
     """
     has = draft.num_workers(job.id)
     if has < job.num_workers:
-        draft.why[job.id] = f"{job.num_workers} to {has} workers: the others' nodes are gone"
+        draft.why[job.id] = "some of its nodes are gone"
         if has < job.min_workers or not job.is_elastic:
             draft.why[job.id] = "its nodes are gone"
             draft.drop(job.id)
             draft.held[job.id] = {}
     elif job.is_elastic and has > job.max_workers:
         draft.drop(job.id, draft.split(job.id, job.max_workers)[1])
-        draft.why[job.id] = f"{has} to {job.max_workers} workers: more are not asked for"
+        draft.why[job.id] = "more are not asked for, or not allowed"

@@ -11,6 +11,7 @@ import numpy as np
 
 from shoal.place.cluster import Cluster, Queued
 from shoal.place.decision import Decision
+from shoal.place.draft import Held
 from shoal.place.kinds import fill_kinds
 from shoal.place.rules import Rules, Walk, tier_of
 from shoal.place.sizing import USUAL_TUNING, Member, Tuning, admit, choose_sizes, member_of, urgency_of
@@ -156,10 +157,10 @@ def _apply(walk: Walk, members: Sequence[Member], sizes: dict[str, int], zone: f
     """First everyone who changes lets go, then the largest are placed first, where whole nodes are still free."""
     draft = walk.draft
     changed = [member for member in members if sizes[member.job.id] != member.has]
-    homes = {}
+    homes: dict[str, Held] = {}
     for member in changed:
         if member.has:
-            homes[member.job.id] = list(draft.held[member.job.id])
+            homes[member.job.id] = dict(draft.held[member.job.id])
             draft.drop(member.job.id)
     changed.sort(key=lambda member: -sizes[member.job.id])
     for member in changed:
@@ -168,16 +169,16 @@ def _apply(walk: Walk, members: Sequence[Member], sizes: dict[str, int], zone: f
         favour = None
         if member.has:
             favour = np.zeros(len(draft.free.space.nodes))
-            favour[homes[job.id]] = 0.5
+            favour[list(homes[job.id])] = 0.5
         spots = draft.free.pick(job, need, size, zone, favour=favour)
         if spots is None:
             continue
-        draft.hold(job, spots)
+        draft.hold(job, spots, homes.get(job.id))
         for at in spots:
             names = draft.by_node.setdefault(at, [])
             if job.id not in names:
                 names.append(job.id)
         if member.has:
-            draft.why[job.id] = f"{member.has} to {size} workers: most comes of it"
+            draft.why[job.id] = "most comes of it"
         else:
             draft.why[job.id] = "start"

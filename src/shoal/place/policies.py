@@ -49,7 +49,7 @@ def least_attained_first(
 
     def key(job: Queued) -> tuple[int, float, float, str]:
         queue = sum(job.service_seconds >= threshold for threshold in thresholds)
-        return queue, job.min_workers * max(job.ask.gpus, 1.0), job.submitted_at, job.id
+        return queue, job.min_workers * job.ask.size, job.submitted_at, job.id
 
     return fill_kinds(cluster, sorted(cluster.jobs, key=key), rules=rules)
 
@@ -147,4 +147,4 @@ def _next(account: _Account) -> Queued | None:
 
 def _size(job: Queued) -> float:
     """What it weighs in the shares: its workers, by the GPUs each has where it has more than one."""
-    return max(job.num_workers, job.min_workers) * max(job.ask.gpus, 1.0) / max(job.weight, 1e-9)
+    return max(job.num_workers, job.min_workers) * job.ask.size / max(job.weight, 1e-9)

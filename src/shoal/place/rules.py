@@ -58,6 +58,11 @@ def tier_of(job: Queued) -> Tier:
     return CLASS_RANK.get(job.job_class, 0), job.priority
 
 
+def may_be_stopped(num_preempted: int, *budgets: int | None) -> bool:
+    """Whether a job that was stopped so often for others may be stopped once more. A budget of None has no end."""
+    return all(budget is None or num_preempted < budget for budget in budgets)
+
+
 def is_due(job: Queued, now: float, rules: Rules) -> bool:
     """Whether a peer may stop it: it had its turn, and was not just started or changed."""
     if now - job.changed_at < rules.quantum_seconds:
@@ -238,7 +243,7 @@ class Walk:
         if spots is not None:
             draft.hold(job, spots)
             self.reasons.pop(job.id, None)
-            draft.why[job.id] = "moved: others needed its nodes" if job.allocation else "start"
+            draft.why[job.id] = "others needed its nodes" if job.allocation else "start"
             return
         if not self.kept_for and waited_seconds(job, self.cluster.now) > self.rules.keep_seconds:
             self._keep_room(job, zone)
@@ -274,11 +279,11 @@ class Walk:
         """Make it smaller if that gives something here, else stop it."""
         draft, victim = self.draft, self.draft.jobs[name]
         self.num_dropped += 1
-        before, (shown, devices) = draft.num_workers(name), draft.exposed[name][at]
+        shown, devices = draft.exposed[name][at]
         lost = min(shown, self._spare(name))
         if lost:
             draft.drop(name, {at: (lost, devices[len(devices) - lost * (len(devices) // shown) :])})
-            draft.why[name] = f"{before} to {before - lost} workers: job {job.id} needs room"
+            draft.why[name] = f"job {job.id} needs room"
             return
         draft.drop(name)
         if tier_of(job) > tier_of(victim):
@@ -324,10 +329,9 @@ class Walk:
             count = min(more, draft.free.most(need, zone))
             spots = draft.free.pick(job, need, count, zone, favour=here) if count > 0 else None
             if spots:
-                before = draft.num_workers(job.id)
                 draft.hold(job, spots)
-                if job.allocation:
-                    draft.why[job.id] = f"{before} to {draft.num_workers(job.id)} workers: there is room"
+                if job.allocation and draft.num_workers(job.id) > job.num_workers:
+                    draft.why[job.id] = "there is room"
                 return count
         return 0
 

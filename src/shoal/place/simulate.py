@@ -135,7 +135,7 @@ class _Live:
         ended = self.work.work(seconds)
         spent = seconds if ended is None else ended
         self.run_seconds += spent
-        self.service_seconds += spent * self.num_workers * max(self.base.ask.gpus, 1.0)
+        self.service_seconds += spent * self.num_workers * self.base.ask.size
         for kind in self.kinds:
             self.kind_seconds[kind] = self.kind_seconds.get(kind, 0.0) + spent
         return ended

@@ -142,14 +142,19 @@ class Space:
             self.cores[at] - need.cores, self.memory[at] - need.memory, self.disk[at] - need.disk, gpu, self.kind[at]
         )
 
-    def pick_devices(self, at: int, need: Need, workers: int) -> tuple[int, ...]:
-        """The best fitting devices for so many workers on one node: the fullest that has room for each."""
+    def pick_devices(self, at: int, need: Need, workers: int, had: Sequence[int] = ()) -> tuple[int, ...]:
+        """The best fitting devices for so many workers on one node: those they `had`, then the fullest with room."""
         free = self.gpu[at].tolist()
         if need.whole:
-            empty = [device for device, room in enumerate(free) if room == MILLI]
-            return tuple(empty[: need.whole * workers])
+            kept = [device for device in had if device < len(free) and free[device] == MILLI]
+            empty = [device for device, room in enumerate(free) if room == MILLI and device not in kept]
+            return tuple([*kept, *empty][: need.whole * workers])
         picked: list[int] = []
-        for _ in range(workers if need.share else 0):
+        for device in had[:workers] if need.share else ():
+            if device < len(free) and free[device] >= need.share:
+                free[device] -= need.share
+                picked.append(device)
+        for _ in range(workers - len(picked) if need.share else 0):
             rooms = [(room, device) for device, room in enumerate(free) if room >= need.share]
             if not rooms:
                 break

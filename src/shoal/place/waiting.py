@@ -4,11 +4,13 @@ import heapq
 from collections.abc import Sequence
 
 from shoal.place.cluster import Queued
+from shoal.place.decision import Wait
 from shoal.place.draft import Draft
 from shoal.place.fit import describe
 from shoal.place.space import Need
 
 KEPT = "room is kept for job "
+SHORT_OF_MEMORY = "memory is in use"
 WORDS = {"cores": "cores", "memory": "memory", "disk": "disk", "gpu": "GPUs"}
 
 
@@ -44,7 +46,14 @@ def _short_of(draft: Draft, need: Need, zone: frozenset[str], fits: int) -> str:
             short.append(word)
     if not short:
         return "several resources are in use at once"
+    if short == ["memory"]:
+        return SHORT_OF_MEMORY
     return f"{' and '.join(short)} {'are' if short[-1] in ('cores', 'GPUs') or len(short) > 1 else 'is'} in use"
+
+
+def waits_for_memory(wait: Wait) -> bool:
+    """Whether it is memory that is short, and nothing else stands in its way."""
+    return wait.why.endswith(SHORT_OF_MEMORY)
 
 
 def estimate_starts(draft: Draft, waiting: Sequence[Queued]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shoal.place.cluster import Partition
 from shoal.service import acts, audit, people, telling
 from shoal.service.asking import MAX_TEXT, parse_workers, read_submission
 from shoal.service.job import Job, parse_number, parse_numbers
@@ -192,7 +193,8 @@ class Api:
         if job is None:
             raise HTTPException(404, f"There is no job {number}.")
         told = telling.tell_job(job, shared.store.clock.now(), shared.waits.get(number), shared.seen.get(number))
-        return answer(request, {**told, **telling.tell_more(job, request.state.person)})
+        rules = shared.settings.partitions.get(job.asked.partition, Partition())
+        return answer(request, {**told, **telling.tell_more(job, request.state.person, rules)})
 
     async def show_nodes(self, request: Request) -> Response:
         shared = self.shared

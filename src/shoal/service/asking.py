@@ -9,7 +9,7 @@ from typing import Any
 from shoal.engine.fit import parse_bytes
 from shoal.observe.clean import clean
 from shoal.place.cluster import CLASSES
-from shoal.service.job import Asked, parse_number
+from shoal.service.job import Asked, parse_numbers
 from shoal.service.settings import parse_duration
 from shoal.spec.errors import UserError
 from shoal.verb_parser import unknown
@@ -46,10 +46,7 @@ def read_submission(body: Mapping[str, Any]) -> Submission:
             raise UserError(f"More than {MAX_JOBS} jobs at once.", hint="submit them in several parts")
         asked += [one] if count is None else [replace(one, index=index) for index in range(count)]
         after += [_list(row, "after")] * (count or 1)
-    held = body.get("held", False)
-    if not isinstance(held, bool):
-        raise UserError('"held" is to be true or false.')
-    return link(asked, after, is_held=held)
+    return link(asked, after, is_held=_flag(body, "held", False))
 
 
 def link(asked: Sequence[Asked], after: Sequence[Sequence[Any]], *, is_held: bool = False) -> Submission:
@@ -66,7 +63,9 @@ def link(asked: Sequence[Asked], after: Sequence[Sequence[Any]], *, is_held: boo
             if isinstance(word, str) and word in names:
                 inside += names[word]
             else:
-                outside.append(_job_number(word, names))
+                outside += _job_numbers(word, names)
+        if len(outside) > MAX_JOBS:
+            raise UserError(f"A job waits for more than {MAX_JOBS} others.", hint="give it fewer in `after`")
         known.append(replace(one, after=tuple(dict.fromkeys(outside))))
         links.append(tuple(dict.fromkeys(inside)))
     circle = find_circle(links)
@@ -98,19 +97,19 @@ def find_circle(links: Sequence[Sequence[int]]) -> list[int]:
     return []
 
 
-def _job_number(word: Any, names: Mapping[str, Any]) -> int:
+def _job_numbers(word: Any, names: Mapping[str, Any]) -> list[int]:
+    """Jobs that are there: 17, "job-17", or a range such as "17-26"."""
     if isinstance(word, int) and not isinstance(word, bool) and 0 < word < 10**15:
-        return word
+        return [word]
     try:
-        return parse_number(str(word))
+        return parse_numbers([str(word)])
     except UserError:
-        raise unknown(
-            str(word)[:60], "job", names, "give the number of a job, or the name of one in this file"
-        ) from None
+        hint = "give the number of a job, a range such as 17-26, or the name of one in this file"
+        raise unknown(str(word)[:60], "job", names, hint) from None
 
 
 _FIELDS = ("args", "name", "dir", "env", "workers", "class", "priority", "partition", "account", "cores", "memory")
-_MORE = ("gpus", "kinds", "time", "after", "array", "preemptible")
+_MORE = ("gpus", "disk", "kinds", "time", "after", "array", "preemptible", "max_preemptions")
 
 
 def read_asked(row: Mapping[str, Any]) -> Asked:
@@ -141,11 +140,13 @@ def read_asked(row: Mapping[str, Any]) -> Asked:
         partition=_text(row, "partition", "default"),
         account=_text(row, "account", ""),
         cores=_number(row, "cores", 1.0, 100_000.0),
-        memory_bytes=_memory(row),
+        memory_bytes=_size(row, "memory"),
+        disk_bytes=_size(row, "disk"),
         gpus=_number(row, "gpus", 0.0, 100_000.0),
         kinds=tuple(_texts(row, "kinds", 20, MAX_TEXT)),
         time_limit_seconds=_time(row),
-        is_preemptible=bool(row.get("preemptible", True)),
+        is_preemptible=_flag(row, "preemptible", True),
+        max_preemptions=_whole(row, "max_preemptions", None, 0, MAX_PRIORITY),
     )
 
 
@@ -181,13 +182,20 @@ def check_partition(asked: Asked, names: Collection[str]) -> None:
         raise unknown(asked.partition[:60], "partition", names, f"there are: {', '.join(sorted(names))}")
 
 
-def _memory(row: Mapping[str, Any]) -> int:
-    value = row.get("memory", 0)
+def _flag(row: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = row.get(name, default)
+    if not isinstance(value, bool):
+        raise UserError(f"{name} is {str(value)[:40]!r}.", why="it may be true or false, without quotes")
+    return value
+
+
+def _size(row: Mapping[str, Any], name: str) -> int:
+    value = row.get(name, 0)
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 60:
         return value
     size = parse_bytes(value[:40]) if isinstance(value, str) else -1
     if not 0 <= size < 1 << 60:
-        raise UserError(f"memory {str(value)[:40]!r} is not a size.", hint='for example: "4G"')
+        raise UserError(f"{name} {str(value)[:40]!r} is not a size.", hint='for example: "4G"')
     return size
 
 

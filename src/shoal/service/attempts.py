@@ -87,7 +87,17 @@ def _seen(orders: dict[str, Any], told: dict[str, Any], state: str, *, is_alive:
     step, loss = newest_step(run_dir, range(most)) if run_dir else (None, None)
     run = read(Path(run_dir, "run.json")) if run_dir and state == "running" else {}
     now = run.get("num_workers") if run.get("pid") == told.get("pid") else None  # not that of an earlier attempt
-    names = ("pid", "run_dir", "exit_code", "cause", "message", "hint", "memory_bytes", "peak_memory_bytes")
+    names = (
+        "pid",
+        "run_dir",
+        "exit_code",
+        "cause",
+        "message",
+        "hint",
+        "memory_bytes",
+        "peak_memory_bytes",
+        "worker_peak_bytes",
+    )
     known = {name: told[name] for name in (*names, "started_at", "ended_at") if name in told}
     workers = now if isinstance(now, int) else int(told.get("num_workers", 0))
     limits = tuple(map(str, told.get("limits", ())))

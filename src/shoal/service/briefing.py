@@ -26,7 +26,7 @@ def orders_for(job: Job, settings: Settings, engine: str) -> Orders:
         num_workers=job.num_reserved,
         allocation=dict(job.allocation),
         devices=dict(job.devices),
-        memory_bytes=asked.memory_bytes,
+        memory_bytes=job.memory_bytes,
         cores=asked.cores,
         time_limit_seconds=None if limit is None else max(limit - job.run_seconds, 1.0),
         grace_seconds=settings.grace_seconds,

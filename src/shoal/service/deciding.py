@@ -1,34 +1,61 @@
 """Between the queue and a policy: what the policy is shown, and what of its decisions can be done at once. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
-from shoal.place.cluster import Cluster, Node, Queued
+from shoal.place.cluster import Allocation, Ask, Cluster, Devices, Node, Partition, Queued
 from shoal.place.decision import Decision, Place, Stop, Wait
-from shoal.service.job import FINISHED, OVER, WAITING, Job
+from shoal.place.rules import may_be_stopped
+from shoal.service.job import FINISHED, OVER, RUNNING, STARTING, WAITING, Job, ask_of
 from shoal.service.people import Person
+from shoal.service.reclaim import Lower
 from shoal.service.settings import Settings
-from shoal.service.state import ask_of
 from shoal.service.telling import decay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Todo:
-    """What to do with one job. `allocation` empty: stop it; else run it there, with a start or a change of size."""
+    """What to do with one job. `allocation` empty: stop it; else run it there, with a start or a change of size.
+
+    `memory_bytes`: what each worker has from this start on, where that is less than was asked for.
+    """
 
     number: int
-    allocation: Mapping[str, int] = field(default_factory=dict)
-    devices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    allocation: Allocation = field(default_factory=dict)
+    devices: Devices = field(default_factory=dict)
     why: str = ""
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """Where a job is to run as soon as others have left. To policies it runs there already, since `at`.
+
+    A decision takes its time: whoever was stopped saves first. Were the next decision made as if nothing had been
+    decided, it could give what gets free to somebody else, or to the one who was stopped for it.
+    """
+
+    place: Place
+    at: float
+    memory_bytes: int | None = None
+
+
+Promises = Mapping[int, Promise]
+_NO_PROMISES: Promises = MappingProxyType({})
+
+USUAL_STOP_SECONDS = 5.0
+"""What stopping a job and going on with it costs, until that was measured."""
 
 
 def queued(job: Job, blocked_by: str, now: float, most: int | None = None) -> Queued:
-    """A job as policies see it. One that shrinks has what it will have; see `cluster_of` for those that stop."""
+    """A job as policies see it. One that shrinks has what it will have; see `shown_as` for those that stop."""
     asked = job.asked
+    allocation, devices = held_by(job)
     since = max(0.0, now - job.accrued_at) if job.is_active else 0.0
     return Queued(
         id=str(job.number),
-        ask=ask_of(asked),
+        ask=needs_of(job),
         min_workers=job.min_workers,
         max_workers=max(job.min_workers, min(job.max_workers, most if most is not None else job.max_workers)),
         owner=job.owner,
@@ -38,17 +65,47 @@ def queued(job: Job, blocked_by: str, now: float, most: int | None = None) -> Qu
         partition=asked.partition,
         submitted_at=job.submitted_at,
         time_limit_seconds=asked.time_limit_seconds,
-        allocation=job.allocation if job.target is None else job.target,
-        devices=job.devices if job.target is None else job.target_devices,
+        allocation=allocation,
+        devices=devices,
         changed_at=job.changed_at,
-        service_seconds=job.service_seconds + since * job.num_reserved,
+        service_seconds=job.service_seconds + since * job.size,
         run_seconds=job.run_seconds + since,
         num_stops=job.num_stops,
         stopped_at=job.stopped_at,
+        stop_seconds=USUAL_STOP_SECONDS if job.stop_seconds is None else job.stop_seconds,
         # One that starts cannot be told anything yet.
-        is_elastic=asked.is_elastic and job.state != "starting",
-        is_preemptible=asked.is_preemptible and job.state != "starting",
+        is_elastic=asked.is_elastic and job.state != STARTING,
+        is_preemptible=asked.is_preemptible and job.state != STARTING,
         blocked_by=blocked_by,
+    )
+
+
+def needs_of(job: Job) -> Ask:
+    """What is reserved for each of its workers."""
+    return ask_of(job.asked, job.memory_bytes)
+
+
+def shown_as(job: Job, view: Queued, promise: Promise | None) -> Queued:
+    """A job that is to run elsewhere as if it ran there; one that is being stopped as if it waited."""
+    if job.wish:
+        view = replace(
+            view,
+            ask=ask_of(job.asked),
+            allocation={},
+            devices={},
+            num_stops=job.num_stops + 1,
+            stopped_at=job.changed_at,
+        )
+    if promise is None:
+        return view
+    place = promise.place
+    return replace(
+        view,
+        ask=ask_of(job.asked, promise.memory_bytes),
+        allocation=place.allocation,
+        devices=place.devices,
+        changed_at=promise.at,
+        blocked_by="",
     )
 
 
@@ -61,11 +118,12 @@ def cluster_of(
     links: Mapping[tuple[str, str], float],
     states: Mapping[int, str],
     now: float,
+    promised: Promises = _NO_PROMISES,
 ) -> Cluster:
     """Everything a policy decides by. `states` are those of jobs that others wait for.
 
-    A job that is being stopped is left out, as if its nodes were free: they were taken away for somebody, who must
-    get them again in this decision and the next, and not have others stopped for it. `can_do` knows better.
+    It shows what was decided, as if it had been done at once: a job that is being stopped holds nothing, one that is
+    promised its nodes runs on them. So nobody else is given them meanwhile. `can_do` knows better.
     """
     jobs = list(jobs)
     used: dict[str, int] = {}
@@ -73,11 +131,15 @@ def cluster_of(
         used[job.owner] = used.get(job.owner, 0) + job.num_reserved
     shown = []
     for job in jobs:
-        if job.wish:
+        if job.wish == "cancel":
             continue
         quota = people[job.owner].max_workers if job.owner in people else None
         room = None if quota is None else quota - used[job.owner] + job.num_reserved
-        shown.append(queued(job, blocked_by(job, states, room), now, room))
+        view = queued(job, blocked_by(job, states, room), now, room)
+        rules = settings.partitions.get(job.asked.partition, Partition())
+        if not may_be_stopped(job.num_preempted, job.asked.max_preemptions, rules.max_preemptions):
+            view = replace(view, is_preemptible=False)
+        shown.append(shown_as(job, view, promised.get(job.number)))
     return Cluster(
         now=now,
         nodes=tuple(nodes),
@@ -128,50 +190,38 @@ def usage_of(rows: Iterable[Mapping[str, object]], now: float, half_life_seconds
     return found
 
 
-def over_bounds(jobs: Iterable[Job]) -> list[Decision]:
-    """Running jobs that were told to have fewer workers than they have."""
-    found: list[Decision] = []
-    for job in jobs:
-        if job.state == "running" and not job.wish and job.num_wanted > job.max_workers:
-            found.append(cut(job, job.max_workers, f"resized to at most {job.max_workers} workers"))
-    return found
-
-
-def cut(job: Job, keep: int, why: str) -> Place:
-    """Keep so many workers of a job, on the nodes where most of them are."""
-    allocation: dict[str, int] = {}
-    devices: dict[str, tuple[int, ...]] = {}
-    current = job.allocation if job.target is None else job.target
-    for name, workers in sorted(current.items(), key=lambda spot: (-spot[1], spot[0])):
-        stay = min(keep, workers)
-        keep -= stay
-        if stay:
-            allocation[name] = stay
-            had = job.devices.get(name, ())
-            devices |= {name: had[: len(had) // workers * stay]} if had else {}
-    return Place(job=str(job.number), allocation=allocation, devices=devices, why=why)
-
-
 @dataclass(slots=True)
 class Room:
-    """What nobody holds, node by node, in thousandths and bytes."""
+    """What nobody holds, node by node; of GPUs also how much of each device."""
 
     cores: dict[str, float]
     memory: dict[str, int]
+    disk: dict[str, int]
     gpus: dict[str, float]
+    devices: dict[tuple[str, int], float] = field(default_factory=dict)
 
-    def take(self, job: Job, allocation: Mapping[str, int], sign: int = 1) -> None:
+    def take(self, ask: Ask, allocation: Allocation, devices: Devices, sign: int = 1) -> None:
+        """Reserve it, or with a `sign` of -1 give it back. Nodes that are gone have no room to speak of."""
         for name, workers in allocation.items():
-            self.cores[name] = self.cores.get(name, 0.0) - sign * workers * job.asked.cores
-            self.memory[name] = self.memory.get(name, 0) - sign * workers * job.asked.memory_bytes
-            self.gpus[name] = self.gpus.get(name, 0.0) - sign * workers * job.asked.gpus
+            if name not in self.cores:
+                continue
+            self.cores[name] -= sign * workers * ask.cores
+            self.memory[name] -= sign * workers * ask.memory_bytes
+            self.disk[name] -= sign * workers * ask.disk_bytes
+            self.gpus[name] -= sign * workers * ask.gpus
+            for device in devices.get(name, ()):
+                self.devices[name, device] = self.devices.get((name, device), 1.0) - sign * min(ask.gpus, 1.0)
 
-    def is_sound(self, names: Iterable[str]) -> bool:
+    def is_sound(self, ask: Ask, allocation: Allocation, devices: Devices) -> bool:
+        """Whether nothing of what this needs was given out twice."""
         return all(
-            self.cores.get(name, -1.0) > -1e-6
-            and self.memory.get(name, -1) >= 0
-            and self.gpus.get(name, -1.0) > -1e-6
-            for name in names
+            name in self.cores
+            and (not ask.cores or self.cores[name] > -1e-6)
+            and (not ask.memory_bytes or self.memory[name] >= 0)
+            and (not ask.disk_bytes or self.disk[name] >= 0)
+            and (not ask.gpus or self.gpus[name] > -1e-6)
+            and all(self.devices.get((name, device), 1.0) > -1e-6 for device in devices.get(name, ()))
+            for name in allocation
         )
 
 
@@ -181,58 +231,199 @@ def room_of(nodes: Iterable[Node], jobs: Iterable[Job]) -> Room:
     room = Room(
         {node.name: node.cores for node in nodes},
         {node.name: node.memory_bytes for node in nodes},
+        {node.name: node.disk_bytes for node in nodes},
         {node.name: float(node.gpus) for node in nodes},
     )
     for job in jobs:
-        room.take(job, job.allocation)
+        room.take(needs_of(job), job.allocation, job.devices)
     return room
 
 
+@dataclass(slots=True)
+class _Turn:
+    """What can be done of one set of decisions, as far as it was looked at."""
+
+    jobs: Mapping[int, Job]
+    people: Mapping[str, Person]
+    promised: dict[int, Promise]
+    now: float
+    room: Room
+    used: dict[str, int]
+    todo: list[Todo] = field(default_factory=list)
+    waits: dict[int, Wait] = field(default_factory=dict)
+    leaving: set[int] = field(default_factory=set)
+
+    def stop(self, job: Job, why: str) -> None:
+        self.promised.pop(job.number, None)
+        if job.is_active and not job.wish:
+            self.todo.append(Todo(number=job.number, why=why))
+            self.leaving.add(job.number)
+
+    def promise(self, job: Job, place: Place) -> None:
+        """It is to run there as soon as those who are there have gone."""
+        self.promised[job.number] = Promise(place=place, at=self.now)
+
+    def change(self, job: Job, place: Place) -> None:
+        """Another size for one that runs, as far as it can go on with it. Else it is stopped, to start there."""
+        had, devices = held_by(job)
+        shared = {name: min(had[name], workers) for name, workers in place.allocation.items() if name in had}
+        both = Place(job=place.job, allocation=shared, devices=_first(devices, had, shared), why=place.why)
+        is_same = all(_is_within(both.devices.get(name, ()), place.devices.get(name, ())) for name in shared)
+        wanted = sum(place.allocation.values())
+        if is_same and shared == had:
+            if wanted > sum(had.values()) and job.asked.is_elastic:
+                self.grow(job, place)
+        elif is_same and job.asked.is_elastic and sum(shared.values()) >= job.min_workers:
+            # What it is to have elsewhere it gets by a later decision: it goes on meanwhile.
+            self.todo.append(_todo(job, both if shared != place.allocation else place))
+            self.leaving.add(job.number)
+        elif job.asked.is_preemptible and job.state == RUNNING:
+            self.stop(job, place.why)
+            self.promise(job, place)
+
+    def lower(self, job: Job, lower: Lower) -> None:
+        """It saves, and goes on where it is with less memory: that cannot be taken from processes that run."""
+        allocation, devices = held_by(job)
+        self.stop(job, lower.why)
+        place = Place(job=lower.job, allocation=allocation, devices=devices, why=lower.why)
+        self.promised[job.number] = Promise(place=place, at=self.now, memory_bytes=lower.memory_bytes)
+
+    def grow(self, job: Job, place: Place) -> None:
+        if job.target is None and not self.over_quota(job, place) and self.fits(job, place):
+            self.todo.append(_todo(job, place))
+
+    def begin(self, job: Job, promise: Promise) -> None:
+        """Start it where it was promised to, or say for whom it waits."""
+        place = promise.place
+        if self.over_quota(job, place):
+            why = f"{job.owner} may use no more workers at once"
+        elif self.fits(job, place, promise.memory_bytes):
+            why = ""
+            self.todo.append(_todo(job, place, promise.memory_bytes))
+        else:
+            why = self.who_leaves(place)
+            if why:
+                self.waits[job.number] = Wait(job=place.job, why=why, position=1)
+                return
+            why = "its nodes are in use"
+        del self.promised[job.number]
+        if why:
+            self.waits[job.number] = Wait(job=place.job, why=why, position=1)
+
+    def over_quota(self, job: Job, place: Place) -> bool:
+        quota = self.people[job.owner].max_workers if job.owner in self.people else None
+        more = sum(place.allocation.values()) - job.num_reserved
+        return quota is not None and self.used.get(job.owner, 0) + more > quota
+
+    def fits(self, job: Job, place: Place, memory_bytes: int | None = None) -> bool:
+        """Whether there is room for it in truth; if so, it is taken."""
+        ask = ask_of(job.asked, job.lowered_bytes if memory_bytes is None else memory_bytes)
+        self.room.take(needs_of(job), job.allocation, job.devices, -1)
+        self.room.take(ask, place.allocation, place.devices)
+        if self.room.is_sound(ask, place.allocation, place.devices):
+            more = sum(place.allocation.values()) - job.num_reserved
+            self.used[job.owner] = self.used.get(job.owner, 0) + more
+            return True
+        self.room.take(ask, place.allocation, place.devices, -1)
+        self.room.take(needs_of(job), job.allocation, job.devices)
+        return False
+
+    def who_leaves(self, place: Place) -> str:
+        """Who is still on those nodes and is going, in words; empty if nobody is."""
+        going = [
+            job.number
+            for job in self.jobs.values()
+            if (job.wish or job.target is not None or job.number in self.leaving)
+            and any(name in job.allocation for name in place.allocation)
+        ]
+        if not going:
+            return ""
+        shown = ", ".join(map(str, going[:3])) + (f" and {len(going) - 3} more" if len(going) > 3 else "")
+        return f"its nodes are being made free by job{'s' * (len(going) > 1)} {shown}"
+
+
 def can_do(
-    decisions: Iterable[Decision], jobs: Mapping[int, Job], nodes: Sequence[Node], people: Mapping[str, Person]
-) -> tuple[list[Todo], dict[int, Wait]]:
-    """What can be done now, and who waits for what. A start waits for nodes of a job that is still stopping."""
-    room = room_of(nodes, jobs.values())
+    decisions: Iterable[Decision],
+    jobs: Mapping[int, Job],
+    nodes: Sequence[Node],
+    people: Mapping[str, Person],
+    promised: Promises = _NO_PROMISES,
+    now: float = 0.0,
+    lowers: Iterable[Lower] = (),
+) -> tuple[list[Todo], dict[int, Wait], dict[int, Promise]]:
+    """What can be done now, who waits for what, and who is promised nodes that others are still leaving.
+
+    `lowers` are jobs that give memory back.
+    """
     used: dict[str, int] = {}
     for job in jobs.values():
         used[job.owner] = used.get(job.owner, 0) + job.num_reserved
-    todo: list[Todo] = []
-    waits: dict[int, Wait] = {}
+    turn = _Turn(jobs, people, dict(promised), now, room_of(nodes, jobs.values()), used)
     for decision in decisions:
         found = jobs.get(int(decision.job))
-        if found is None or found.wish:
+        if found is None or found.wish == "cancel":
             continue
         if isinstance(decision, Wait):
-            waits[found.number] = decision
+            turn.waits |= {found.number: decision} if found.state == WAITING else {}
         elif isinstance(decision, Stop):
-            todo += [Todo(number=found.number, why=decision.why)] if found.is_active else []
-        elif (done := _place(decision, found, room, people, used)) is not None:
-            todo.append(done)
-        elif found.state == WAITING:
-            waits[found.number] = Wait(
-                job=decision.job, why="its nodes are being made free", position=1, eta_seconds=None
-            )
-    return todo, waits
+            turn.stop(found, decision.why)
+        elif found.is_active and not found.wish:
+            turn.change(found, decision)
+        elif can_be_promised(found):
+            turn.promise(found, decision)
+    for lower in lowers:
+        found = jobs.get(int(lower.job))
+        if found is not None and found.state == RUNNING:
+            turn.lower(found, lower)
+    for number, promise in list(turn.promised.items()):
+        if jobs[number].state == WAITING:
+            turn.begin(jobs[number], promise)
+    return turn.todo, turn.waits, turn.promised
 
 
-def _place(decision: Place, job: Job, room: Room, people: Mapping[str, Person], used: dict[str, int]) -> Todo | None:
-    """A start, a growth where there is room, or a cut. One that runs is not moved: it is stopped, to start there."""
-    todo = Todo(number=job.number, allocation=decision.allocation, devices=decision.devices, why=decision.why)
-    current = job.allocation if job.target is None else job.target
-    wanted, has = sum(decision.allocation.values()), sum(current.values())
-    if job.is_active and wanted <= has:
-        is_part = all(current.get(name, 0) >= workers for name, workers in decision.allocation.items())
-        return todo if is_part and wanted < has and job.asked.is_elastic else None
-    if job.is_active and not job.asked.is_elastic:
-        return None
-    quota = people[job.owner].max_workers if job.owner in people else None
-    if quota is not None and used[job.owner] - job.num_reserved + wanted > quota:
-        return None
-    room.take(job, job.allocation, -1)
-    room.take(job, decision.allocation)
-    if room.is_sound(decision.allocation):
-        used[job.owner] += wanted - job.num_reserved
-        return todo
-    room.take(job, decision.allocation, -1)
-    room.take(job, job.allocation)
-    return None
+def still_promised(promised: Promises, jobs: Mapping[int, Job], nodes: Sequence[Node]) -> dict[int, Promise]:
+    """The promises that can still be kept: not those to jobs that are over or held, nor of nodes that are gone."""
+    able = {node.name for node in nodes if not node.is_draining}
+    return {
+        number: promise
+        for number, promise in promised.items()
+        if number in jobs and can_be_promised(jobs[number]) and able >= set(promise.place.allocation)
+    }
+
+
+def can_be_promised(job: Job) -> bool:
+    """Whether it may start as soon as there is room: it waits, or is being stopped to go on later."""
+    return (job.state == WAITING and not job.is_held) or job.wish == "preempt"
+
+
+def held_by(job: Job) -> tuple[Allocation, Devices]:
+    """What it has, or will have once it has shrunk."""
+    return (job.allocation, job.devices) if job.target is None else (job.target, job.target_devices)
+
+
+def _todo(job: Job, place: Place, memory_bytes: int | None = None) -> Todo:
+    return Todo(
+        number=job.number,
+        allocation=place.allocation,
+        devices=place.devices,
+        why=place.why,
+        memory_bytes=memory_bytes,
+    )
+
+
+def _first(devices: Devices, had: Allocation, keep: Allocation) -> dict[str, tuple[int, ...]]:
+    """The GPUs of the first workers on each node: the last ones are those that go."""
+    return {
+        name: devices[name][: len(devices[name]) // had[name] * workers]
+        for name, workers in keep.items()
+        if devices.get(name)
+    }
+
+
+def _is_within(part: Sequence[int], whole: Sequence[int]) -> bool:
+    left = list(whole)
+    for device in part:
+        if device not in left:
+            return False
+        left.remove(device)
+    return True

@@ -11,8 +11,16 @@ from typing import Any, Protocol
 from shoal.place.cluster import Node
 from shoal.service import acts, transitions
 from shoal.service.briefing import orders_for
-from shoal.service.deciding import Todo, can_do, cluster_of, hopeless, over_bounds, usage_of
-from shoal.service.job import STARTING, STOPPING, WAITING, Job
+from shoal.service.deciding import (
+    Promise,
+    Todo,
+    can_do,
+    cluster_of,
+    hopeless,
+    still_promised,
+    usage_of,
+)
+from shoal.service.job import RUNNING, STARTING, STOPPING, WAITING, Job
 from shoal.service.machines import Machines
 from shoal.service.places import JOBS
 from shoal.service.reclaim import reclaim
@@ -40,7 +48,7 @@ class Keeper(Protocol):
     def look(self, jobs_folder: str, job: str, token: int) -> Any: ...
     def stop(self, jobs_folder: str, job: str, token: int, why: str) -> None: ...
     def resize(self, jobs_folder: str, job: str, token: int, num_workers: int) -> None: ...
-    def here(self) -> Node: ...
+    def here(self, folder: str) -> Node: ...
 
 
 class Dispatcher:
@@ -51,9 +59,10 @@ class Dispatcher:
         self._keeper = keeper
         self._folder = os.path.join(shared.folder, JOBS)
         os.makedirs(self._folder, mode=0o700, exist_ok=True)
-        self._machines = Machines(keeper.here)
+        self._machines = Machines(lambda: keeper.here(shared.home))
         self._told: dict[tuple[int, int], tuple[str, int]] = {}
         self._started: dict[tuple[int, int], float] = {}
+        self._promised: dict[int, Promise] = {}
         self._changes_seen = -1
         self._decide_at = 0.0
         self._accrue_at = 0.0
@@ -202,14 +211,24 @@ class Dispatcher:
         nodes, settings = shared.nodes, shared.settings
         usage = usage_of(shared.reader.usage(), now, settings.usage_half_life_seconds)
         people = shared.known.people
-        cluster = cluster_of(jobs.values(), nodes, settings, people, usage, self._machines.links, states, now)
-        decisions = [*over_bounds(jobs.values()), *POLICIES[settings.policy](cluster)]
-        peaks = {number: peak for number, each in shared.seen.items() if (peak := _peak(each)) is not None}
-        decisions += reclaim(decisions, jobs, nodes, peaks, now)
-        todo, waits = can_do(decisions, jobs, nodes, people)
-        shared.waits = waits
+        promised = still_promised(self._promised, jobs, nodes)
+        cluster = cluster_of(
+            jobs.values(), nodes, settings, people, usage, self._machines.links, states, now, promised
+        )
+        policy = POLICIES[settings.policy]
+        decisions, lowers = reclaim(cluster, policy(cluster), self._peaks(jobs), policy)
+        todo, shared.waits, self._promised = can_do(decisions, jobs, nodes, people, promised, now, lowers)
         for each in todo:
             self._do(each)
+
+    def _peaks(self, jobs: Mapping[int, Job]) -> dict[str, int]:
+        """The most that one worker of a job has used, where that is known and the job may be asked for memory."""
+        found = {}
+        for number, seen in self._shared.seen.items():
+            job, peak = jobs.get(number), getattr(seen, "worker_peak_bytes", 0)
+            if peak and job is not None and job.state == RUNNING and not job.keeps_memory and not job.lowered_bytes:
+                found[str(number)] = peak
+        return found
 
     def _states(self, jobs: Mapping[int, Job]) -> dict[int, str]:
         """The states of jobs that others wait for, over or not."""
@@ -227,12 +246,14 @@ class Dispatcher:
         if job is None:
             return
         if not todo.allocation:
-            self._write(job.number, lambda change, job: transitions.stop(job, "preempt", todo.why, change.now))
+            self._write(job.number, lambda change, job: transitions.preempt(job, todo.why, change.now, change.wall))
         elif job.is_active:
             self._write(
                 job.number,
                 lambda change, job: (
-                    transitions.change_size(job, todo.allocation, todo.devices, change.now) if not job.wish else job
+                    transitions.change_size(job, todo.allocation, todo.devices, change.now, change.wall, todo.why)
+                    if not job.wish
+                    else job
                 ),
                 job.token,
             )
@@ -240,7 +261,15 @@ class Dispatcher:
             self._write(
                 job.number,
                 lambda change, job: (
-                    transitions.start(job, todo.allocation, todo.devices, change.now)
+                    transitions.start(
+                        job,
+                        todo.allocation,
+                        todo.devices,
+                        change.now,
+                        change.wall,
+                        todo.why,
+                        todo.memory_bytes,
+                    )
                     if job.state == WAITING and not job.is_held
                     else job
                 ),
@@ -277,11 +306,6 @@ class Dispatcher:
 
 def _never_began(seen: Any) -> bool:
     return bool(seen.state == "absent" or (seen.state == "starting" and not seen.is_alive))
-
-
-def _peak(seen: Any) -> int | None:
-    peak = getattr(seen, "peak_memory_bytes", None)
-    return peak if isinstance(peak, int) and peak > 0 else None
 
 
 def _use(change: Change, before: Job, after: Job, half_life_seconds: float) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 
 import msgspec
 
+from shoal.place.cluster import Ask
 from shoal.spec.errors import UserError
 
 WAITING, STARTING, RUNNING, STOPPING = "waiting", "starting", "running", "stopping"
@@ -20,9 +21,10 @@ RUN_PREFIX = "job-"
 class Asked:
     """What somebody submitted. It never changes; `Job` has what does.
 
-    `run_args` are arguments of `shoal run`, with the script, but for the number of workers. `cores`, `memory_bytes`
-    and `gpus` are what each worker needs. `after` are jobs that must have finished well before. Of an array, `array`
-    is the number of its first job, `index` the place in it. `env` may hold secrets: it is shown to its owner only.
+    `run_args` are arguments of `shoal run`, with the script, but for the number of workers. `cores`, `memory_bytes`,
+    `disk_bytes` and `gpus` are what each worker needs. `after` are jobs that must have finished well before. Of an
+    array, `array` is the number of its first job, `index` the place in it. `env` may hold secrets: it is shown to its
+    owner only. After `max_preemptions` stops it is not stopped for others any more.
     """
 
     run_args: tuple[str, ...]
@@ -45,6 +47,8 @@ class Asked:
     array: int | None = None
     index: int | None = None
     is_preemptible: bool = True
+    disk_bytes: int = 0
+    max_preemptions: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,14 @@ class Job:
     `token` numbers its attempts: it grows with each, in the transaction before the attempt is started, and an older
     one never starts again. `wish` is how the attempt under way is to end: `cancel`, `preempt`, `time`, or nothing.
     `allocation` is what is reserved for it; while it shrinks, `target` is what will be left of that.
+
+    `num_stops` counts attempts that were stopped and went on later, `num_preempted` how often it was stopped for
+    others. `stop_seconds` is what that cost when it was measured last: from the order to stop until the attempt was
+    over (`stopping_seconds`), and from the next start until it came further than before (`last_step`).
+
+    `lowered_bytes` is the memory that each worker has in this attempt, where that is less than was asked for;
+    `keeps_memory`: it needed what it had given back, and is not asked again. `change` says what was decided about it
+    last and why, `change_wall` when.
 
     Times that end with `_at` are seconds of the service's own clock (`service/clock.py`), which no change of the
     date moves; those that end with `_wall` are dates for people.
@@ -79,7 +91,16 @@ class Job:
     run_seconds: float = 0.0
     service_seconds: float = 0.0
     num_stops: int = 0
+    num_preempted: int = 0
     num_lost: int = 0
+    began_at: float = 0.0
+    stop_seconds: float | None = None
+    stopping_seconds: float | None = None
+    last_step: int | None = None
+    lowered_bytes: int | None = None
+    keeps_memory: bool = False
+    change: str = ""
+    change_wall: float | None = None
     has_run: bool = False
     exit_code: int | None = None
     cause: str = ""
@@ -103,6 +124,16 @@ class Job:
         return sum((self.allocation if self.target is None else self.target).values())
 
     @property
+    def size(self) -> float:
+        """What it has now, in the unit in which it is counted who got how much: see `Ask.size`."""
+        return self.num_reserved * ask_of(self.asked).size
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory that is reserved for each of its workers."""
+        return self.asked.memory_bytes if self.lowered_bytes is None else self.lowered_bytes
+
+    @property
     def is_over(self) -> bool:
         return self.state in OVER
 
@@ -113,6 +144,17 @@ class Job:
     @property
     def account(self) -> str:
         return self.asked.account or self.owner
+
+
+def ask_of(asked: Asked, memory_bytes: int | None = None) -> Ask:
+    """What each worker needs; with another amount of memory where that is given."""
+    return Ask(
+        cores=asked.cores,
+        memory_bytes=asked.memory_bytes if memory_bytes is None else memory_bytes,
+        gpus=asked.gpus,
+        disk_bytes=asked.disk_bytes,
+        kinds=frozenset(asked.kinds),
+    )
 
 
 _FACTS = tuple(field.name for field in fields(Job) if field.name != "asked")

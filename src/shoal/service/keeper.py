@@ -95,7 +95,7 @@ class Keeper:
         self._why = self._over = ""
         self._was_killed = False
         self._resized = orders.num_workers
-        self._peak_bytes = 0
+        self._peak_bytes = self._worker_peak_bytes = 0
         self._kills = 0
 
     def see_through(self) -> dict[str, Any]:
@@ -166,10 +166,15 @@ class Keeper:
         self._kills = cage.num_kills()
         children = children_of_all()
         sizes = {pid: memory_of(pid) for pid in descendants(os.getpid(), children) if pid != os.getpid()}
-        self._over = self._over or self._find_over(sizes, workers_of(launcher, children), cage)
+        workers = workers_of(launcher, children)
+        self._over = self._over or self._find_over(sizes, workers, cage)
         used = sum(sizes.values())
         self._peak_bytes = max(self._peak_bytes, used)
         self._status |= {"memory_bytes": used, "peak_memory_bytes": self._peak_bytes}
+        if len(workers) >= self._resized:  # of workers on other machines nothing is known
+            largest = max((sum(sizes.get(pid, 0) for pid in pids) for pids in workers.values()), default=0)
+            self._worker_peak_bytes = max(self._worker_peak_bytes, largest)
+            self._status["worker_peak_bytes"] = self._worker_peak_bytes
         self._tell()
 
     def _find_over(self, sizes: dict[int, int], workers: dict[int, list[int]], cage: Cage) -> str:

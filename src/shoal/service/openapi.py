@@ -20,11 +20,16 @@ JOB_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "cores": (_NUMBER, "cores of each worker"),
     "memory": ({"oneOf": [_WHOLE, _TEXT]}, 'memory of each worker: bytes, or "4G"'),
     "gpus": (_NUMBER, "GPUs of each worker; below one a share of one"),
+    "disk": ({"oneOf": [_WHOLE, _TEXT]}, 'room on the disk for each worker: bytes, or "20G"'),
     "kinds": ({"type": "array", "items": _TEXT}, "kinds of nodes it can run on; any if empty"),
     "time": (_TEXT, 'how long it may run: "2h"'),
-    "after": ({"type": "array", "items": {"oneOf": [_WHOLE, _TEXT]}}, "jobs that must have finished well before"),
+    "after": (
+        {"type": "array", "items": {"oneOf": [_WHOLE, _TEXT]}},
+        'jobs that must have finished well before: numbers, "17-26", names',
+    ),
     "array": (_WHOLE, "so many copies, told apart by SHOAL_ARRAY_INDEX"),
     "preemptible": (_FLAG, "whether it may be stopped for others, and go on later"),
+    "max_preemptions": (_WHOLE, "how often it may be stopped for others"),
 }
 
 _JOBS = {"type": "array", "items": {"oneOf": [_WHOLE, _TEXT]}}

@@ -54,8 +54,9 @@ class Seen:
 
     `state` is absent, starting, running or ended. `is_alive`: its keeper runs, or its launcher still does. One whose
     keeper was killed before it began is absent again: order it once more. `cause` is one of CAUSES once it has ended.
-    `memory_bytes` is what its processes use now on this machine, and `peak_memory_bytes` the most that was
-    seen. `limits` names what holds its processes: `memory`, `cpu`, `pids` by the kernel, `watchdog` by looks at them.
+    `memory_bytes` is what its processes use now on this machine, `peak_memory_bytes` the most that was seen, and
+    `worker_peak_bytes` the most that one worker had, where all are on this machine. `limits` names what holds its
+    processes: `memory`, `cpu`, `pids` by the kernel, `watchdog` by looks at them.
     """
 
     state: str = "absent"
@@ -71,6 +72,7 @@ class Seen:
     loss: float | None = None
     memory_bytes: int = 0
     peak_memory_bytes: int = 0
+    worker_peak_bytes: int = 0
     started_at: float | None = None
     ended_at: float | None = None
     limits: tuple[str, ...] = ()

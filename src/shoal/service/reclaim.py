@@ -1,96 +1,131 @@
-"""Memory that running jobs reserved and others wait for: who gives how much of it back. Pure."""
+"""Memory that running jobs reserved and never used: who gives how much back, for one that waits. Pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from shoal.place.cluster import Node
-from shoal.place.decision import Decision, Place, Wait
-from shoal.service.deciding import cut, room_of
-from shoal.service.job import Job
+from shoal.place.cluster import Cluster, Node, Partition, Queued
+from shoal.place.decision import Decision, Stop, Wait
+from shoal.place.fit import zones_of
+from shoal.place.rules import USUAL, is_due, tier_of
+from shoal.place.waiting import waits_for_memory
+from shoal.service.verdict import gib
 
 IDLE_PART = 0.5
-"""Whoever uses less than this part of what they reserved is asked first."""
+"""Whoever could do with less than this part of what they reserved is asked."""
 
-SETTLED_SECONDS = 30.0
-"""What a job uses is not known before it has trained for a while."""
+MARGIN, SPARE_BYTES = 1.5, 256 << 20
+"""What a worker keeps: so many times the most it has used, and this much beside it."""
+
+LONG_SECONDS = 300.0
+"""What a job uses is not known before it has trained for so long."""
+
+MAX_TRIES = 3
+
+Policy = Callable[[Cluster], list[Decision]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lower:
+    """A running job that is to save, stop, and go on where it is with this much memory for each worker."""
+
+    job: str
+    memory_bytes: int
+    why: str
 
 
 def reclaim(
-    decisions: Sequence[Decision],
-    jobs: Mapping[int, Job],
-    nodes: Sequence[Node],
-    peaks: Mapping[int, int],
-    now: float,
-) -> list[Decision]:
-    """Cuts of elastic jobs that make room for the first one that waits for memory and nothing else.
+    cluster: Cluster, decisions: Sequence[Decision], peaks: Mapping[str, int], policy: Policy
+) -> tuple[Sequence[Decision], list[Lower]]:
+    """The decisions, or those with which a job starts on memory that others do not use; and who gives it.
 
-    `peaks` is the most memory one worker of a job has used, in bytes, where it is known. Jobs that use the least of
-    what they reserved give first, then those that have most to spare; none goes below its least number of workers.
-    Nothing is taken where it would not be enough.
+    Elastic jobs that do not go before it are made smaller for it by the policy already. This is about memory that
+    lies idle: `peaks` is the most that one worker of a job has used, in bytes, for those that may be asked. They must
+    not go before the one that waits, may be stopped, and have run long enough for a peer to stop them. Where giving
+    would not start that job nothing is given: the policy itself is asked, so no cap, kind or partition is passed.
+    While anything else changes, nobody is asked.
     """
-    touched = {decision.job for decision in decisions if not isinstance(decision, Wait)}
-    waiting = [decision for decision in decisions if isinstance(decision, Wait) and decision.position]
-    for wait in sorted(waiting, key=lambda wait: wait.position):
-        job = jobs.get(int(wait.job))
-        if job is None or job.is_active or not job.asked.memory_bytes:
+    if any(not isinstance(decision, Wait) for decision in decisions):
+        return decisions, []
+    views = {job.id: job for job in cluster.jobs}
+    waiting = [each for each in decisions if isinstance(each, Wait) and each.position and waits_for_memory(each)]
+    for wait in sorted(waiting, key=lambda wait: wait.position)[:MAX_TRIES]:
+        job = views[wait.job]
+        keeps = {each.id: keep for each in cluster.jobs if (keep := _keeps(cluster, each, job, peaks))}
+        givers = _choose(cluster, job, keeps)
+        if not givers:
             continue
-        givers = [
-            each
-            for each in jobs.values()
-            if each.state == "running"
-            and not each.wish
-            and each.target is None
-            and str(each.number) not in touched
-            and each.asked.is_elastic
-            and each.num_reserved > each.min_workers
-            and now - each.changed_at >= SETTLED_SECONDS
-            and each.asked.priority <= job.asked.priority
-        ]
-        # Room that is being made already comes first: nobody is asked twice for the same need.
-        if any(each.wish or each.target is not None for each in jobs.values()):
-            return []
-        return list(_make_room(job, sorted(givers, key=lambda each: _order(each, peaks)), jobs, nodes))
-    return []
+        found = policy(replace(cluster, jobs=tuple(_with(each, givers, keeps) for each in cluster.jobs)))
+        changes = [decision for decision in found if not isinstance(decision, Wait)]
+        is_for_nothing = any(isinstance(each, Stop) or views[each.job].allocation for each in changes)
+        if job.id in {each.job for each in changes} and not is_for_nothing:
+            return found, [_lower(views[name], keeps[name], peaks[name], job) for name in givers]
+    return decisions, []
 
 
-def _order(job: Job, peaks: Mapping[int, int]) -> tuple[bool, float, int]:
-    """Who is asked first."""
-    used = peaks.get(job.number, 0) / max(job.asked.memory_bytes, 1)
-    is_idle = job.number in peaks and used < IDLE_PART
-    return not is_idle, used if is_idle else -float(job.num_reserved - job.min_workers), job.number
+def _lower(giver: Queued, keep: int, peak: int, job: Queued) -> Lower:
+    used, had = gib(peak), gib(giver.ask.memory_bytes)
+    why = f"a worker of it uses {used} of {had}, and goes on with {gib(keep)}: job {job.id} waits for memory"
+    return Lower(job=giver.id, memory_bytes=keep, why=why)
 
 
-def _make_room(job: Job, givers: Sequence[Job], jobs: Mapping[int, Job], nodes: Sequence[Node]) -> Iterable[Place]:
-    """The fewest cuts, one worker at a time, after which the job fits on one node."""
-    able = [node for node in nodes if not node.is_draining and node.partition == job.asked.partition]
-    best: list[Place] | None = None
-    for node in able:
-        found = _on_node(job, givers, jobs, nodes, node.name)
-        if found and (best is None or len(found) < len(best)):
-            best = found
-    return best or []
+def _with(job: Queued, givers: Sequence[str], keeps: Mapping[str, int]) -> Queued:
+    return replace(job, ask=replace(job.ask, memory_bytes=keeps[job.id])) if job.id in givers else job
 
 
-def _on_node(
-    job: Job, givers: Sequence[Job], jobs: Mapping[int, Job], nodes: Sequence[Node], name: str
-) -> list[Place] | None:
-    room = room_of(nodes, jobs.values())
-    room.take(job, {name: job.min_workers})
-    if room.cores[name] < -1e-6 and not givers:
-        return None
-    cuts: list[Place] = []
-    for giver in givers:
-        here, given = giver.allocation.get(name, 0), 0
-        while not room.is_sound((name,)) and given < min(here, giver.num_reserved - giver.min_workers):
-            room.take(giver, {name: 1}, -1)
-            given += 1
-        if given:
-            keep = {node: workers - (given if node == name else 0) for node, workers in giver.allocation.items()}
-            why = f"{given} of its workers make room for job {job.number}, which waits for memory"
-            if len(keep) == 1:
-                cuts.append(cut(giver, giver.num_reserved - given, why))
-            else:
-                left = {node: workers for node, workers in keep.items() if workers}
-                cuts.append(Place(job=str(giver.number), allocation=left, why=why))
-        if room.is_sound((name,)):
-            return cuts
-    return None
+def _keeps(cluster: Cluster, giver: Queued, job: Queued, peaks: Mapping[str, int]) -> int:
+    """What memory its workers would keep, in whole MiB; 0 where it is not to be asked."""
+    if not giver.allocation or giver.id not in peaks or not is_due(giver, cluster.now, USUAL):
+        return 0
+    if tier_of(giver) > tier_of(job) or cluster.now - giver.changed_at < LONG_SECONDS:
+        return 0
+    keep = (int(peaks[giver.id] * MARGIN) >> 20 << 20) + SPARE_BYTES
+    return keep if keep <= giver.ask.memory_bytes * IDLE_PART else 0
+
+
+def _choose(cluster: Cluster, job: Queued, keeps: Mapping[str, int]) -> list[str]:
+    """As few as have enough together, who has most to give first; none where all of them have not enough."""
+    names = {node.partition for node in cluster.nodes}
+    zone = zones_of(job, {name: cluster.partitions.get(name, Partition(name=name)) for name in names})[1]
+    able = [
+        node
+        for node in cluster.nodes
+        if not node.is_draining and node.partition in zone and (not job.ask.kinds or node.kind in job.ask.kinds)
+    ]
+    able_names = {node.name for node in able}
+
+    def gives(giver: Queued) -> int:
+        here = sum(workers for name, workers in giver.allocation.items() if name in able_names)
+        return here * (giver.ask.memory_bytes - keeps[giver.id])
+
+    def is_enough(givers: Iterable[str]) -> bool:
+        chosen = set(givers)
+        jobs = [_with(each, list(chosen), keeps) for each in cluster.jobs]
+        return sum(_room(node, job, jobs) for node in able) >= job.min_workers
+
+    able_givers = [each for each in cluster.jobs if each.id in keeps and gives(each)]
+    ranked = [each.id for each in sorted(able_givers, key=lambda each: (-gives(each), each.id))]
+    if is_enough([]) or not is_enough(ranked):
+        return []
+    count = next(count for count in range(1, len(ranked) + 1) if is_enough(ranked[:count]))
+    found = ranked[:count]
+    for name in ranked[: count - 1]:
+        rest = [other for other in found if other != name]
+        if is_enough(rest):
+            found = rest
+    return found
+
+
+def _room(node: Node, job: Queued, jobs: Sequence[Queued]) -> int:
+    """How many workers of a job have room on a node beside those jobs. Of GPUs only their sum is looked at here."""
+    free = [node.cores, float(node.memory_bytes), float(node.disk_bytes), float(node.gpus)]
+    for other in jobs:
+        workers = other.allocation.get(node.name, 0)
+        if workers:
+            free = [have - workers * each for have, each in zip(free, _parts(other), strict=True)]
+    counts = [int((have + 1e-6) // each) for have, each in zip(free, _parts(job), strict=True) if each]
+    return max(min(counts, default=job.min_workers), 0)
+
+
+def _parts(job: Queued) -> list[float]:
+    ask = job.ask
+    return [ask.cores, float(ask.memory_bytes), float(ask.disk_bytes), ask.gpus]

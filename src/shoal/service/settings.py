@@ -22,6 +22,7 @@ class NodeLimits:
 
     cores: float | None = None
     memory_bytes: int | None = None
+    disk_bytes: int | None = None
     gpus: int | None = None
     partition: str = "default"
     kind: str | None = None
@@ -99,6 +100,7 @@ def _partition(name: str, table: "_Table") -> Partition:
         max_workers_per_user=table.count("max_workers_per_user"),
         max_workers_per_job=table.count("max_workers_per_job"),
         max_user_share=table.number("max_user_share", 1.0),
+        max_preemptions=table.count("max_preemptions"),
         classes=frozenset(classes),
     )
     table.check_all_read()
@@ -107,10 +109,11 @@ def _partition(name: str, table: "_Table") -> Partition:
 
 def _limits(table: "_Table") -> NodeLimits:
     cores = table.number("cores", -1.0)
-    memory = table.text("memory", "")
+    memory, disk = table.text("memory", ""), table.text("disk", "")
     found = NodeLimits(
         cores=None if cores < 0 else cores,
         memory_bytes=parse_bytes(memory) if memory else None,
+        disk_bytes=parse_bytes(disk) if disk else None,
         gpus=table.count("gpus"),
         partition=table.text("partition", "default"),
         kind=table.text("kind", "") or None,
@@ -128,7 +131,9 @@ def apply_limits(node: Node, settings: Settings, drained: Mapping[str, str]) -> 
         cores=node.cores if limits.cores is None else min(node.cores, limits.cores),
         memory_bytes=min(node.memory_bytes, limits.memory_bytes or node.memory_bytes),
         gpus=node.gpus if limits.gpus is None else min(node.gpus, limits.gpus),
-        disk_bytes=node.disk_bytes,
+        disk_bytes=min(node.disk_bytes or limits.disk_bytes, limits.disk_bytes)
+        if limits.disk_bytes
+        else node.disk_bytes,
         partition=limits.partition,
         holds=node.holds,
         is_draining=node.is_draining or node.name in drained,

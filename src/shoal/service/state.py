@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.place.cluster import Ask, Cluster, Node, Queued
+from shoal.place.cluster import Cluster, Node, Queued
 from shoal.place.decision import Wait
 from shoal.service.asking import Submission, check_partition
-from shoal.service.job import Asked
+from shoal.service.job import Asked, ask_of
 from shoal.service.settings import Settings, apply_limits
 from shoal.service.store import Known, Reader, Store
 from shoal.service.writer import Writer
@@ -83,6 +83,7 @@ def _shape(asked: Asked) -> Asked:
         cores=asked.cores,
         memory_bytes=asked.memory_bytes,
         gpus=asked.gpus,
+        disk_bytes=asked.disk_bytes,
         kinds=asked.kinds,
     )
 
@@ -116,7 +117,3 @@ def _never(asked: Asked, nodes: tuple[Node, ...], settings: Settings) -> UserErr
         return None
     told = problem.message.replace("job ?", "the job")
     return UserError(told[:1].upper() + told[1:], why=problem.why, hint=problem.hint)
-
-
-def ask_of(asked: Asked) -> Ask:
-    return Ask(cores=asked.cores, memory_bytes=asked.memory_bytes, gpus=asked.gpus, kinds=frozenset(asked.kinds))

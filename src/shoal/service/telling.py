@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shoal.observe.clean import clean
-from shoal.place.cluster import Node
+from shoal.place.cluster import Node, Partition
 from shoal.place.decision import Wait
 from shoal.service.job import Job
 from shoal.service.people import ADMIN, Person, Token
@@ -31,8 +31,9 @@ def tell_job(job: Job, now: float, wait: Wait | None = None, seen: Any = None) -
         "partition": asked.partition,
         "account": job.account,
         "cores": asked.cores,
-        "memory_bytes": asked.memory_bytes,
+        "memory_bytes": job.memory_bytes,
         "gpus": asked.gpus,
+        "disk_bytes": asked.disk_bytes,
         "nodes": dict(job.allocation),
         "waited_seconds": 0.0 if job.is_active or job.is_over else max(0.0, now - since),
         "run_seconds": job.run_seconds + (max(0.0, now - job.accrued_at) if job.is_active else 0.0),
@@ -47,6 +48,9 @@ def tell_job(job: Job, now: float, wait: Wait | None = None, seen: Any = None) -
         "message": job.message,
         "run": job.run_name,
         "num_stops": job.num_stops,
+        "num_preempted": job.num_preempted,
+        "change": job.change,
+        "changed": job.change_wall,
         "array": asked.array,
         "index": asked.index,
         "after": asked.after,
@@ -68,9 +72,10 @@ def _why(job: Job, wait: Wait | None) -> str:
     return wait.why if wait is not None else "it has just come in"
 
 
-def tell_more(job: Job, who: Person) -> dict[str, Any]:
+def tell_more(job: Job, who: Person, rules: Partition) -> dict[str, Any]:
     """What only the page of one job shows. Variables may be secrets: others see their names."""
     asked = job.asked
+    budgets = [each for each in (asked.max_preemptions, rules.max_preemptions) if each is not None]
     is_theirs = who.name == job.owner or who.role == ADMIN
     return {
         "args": list(asked.run_args),
@@ -79,6 +84,9 @@ def tell_more(job: Job, who: Person) -> dict[str, Any]:
         "kinds": list(asked.kinds),
         "time_limit_seconds": asked.time_limit_seconds,
         "is_preemptible": asked.is_preemptible,
+        "max_preemptions": min(budgets, default=None),
+        "asked_memory_bytes": asked.memory_bytes,
+        "stop_seconds": job.stop_seconds,
         "attempts": job.token,
         "worker_seconds": job.service_seconds,
     }
@@ -100,7 +108,7 @@ def tell_nodes(
 
 def _tell_node(node: Node, machine: Node, held: list[tuple[Job, int]], drained: Mapping[str, str]) -> dict[str, Any]:
     cores = sum(job.asked.cores * workers for job, workers in held)
-    memory = sum(job.asked.memory_bytes * workers for job, workers in held)
+    memory = sum(job.memory_bytes * workers for job, workers in held)
     gpus = sum(job.asked.gpus * workers for job, workers in held)
     return {
         "node": node.name,
@@ -174,7 +182,7 @@ def tell_shares(
     for job in jobs:
         told = row_of(job.owner, job.account)
         told["num_workers"] += job.num_reserved
-        since = max(0.0, now - job.accrued_at) * job.num_reserved if job.is_active else 0.0
+        since = max(0.0, now - job.accrued_at) * job.size if job.is_active else 0.0
         told["worker_seconds"] += since
         told["lately"] += since
     total = sum(row["lately"] for row in found.values())

@@ -1,9 +1,9 @@
 """What can happen to a job in the queue: functions from a job to the job after it, which may say why not. Pure."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
 
+from shoal.place.cluster import Allocation, Devices
 from shoal.service.job import (
     CANCELLED,
     FAILED,
@@ -34,6 +34,8 @@ class Sight(Protocol):
     def exit_code(self) -> int | None: ...
     @property
     def num_workers(self) -> int | None: ...
+    @property
+    def step(self) -> int | None: ...
 
 
 def submit(number: int, owner: str, asked: Asked, now: float, wall: float, *, is_held: bool = False) -> Job:
@@ -102,9 +104,22 @@ def resize(job: Job, least: int | None, most: int) -> Job:
     return replace(job, min_workers=least, max_workers=most)
 
 
-def start(job: Job, allocation: Mapping[str, int], devices: Mapping[str, tuple[int, ...]], now: float) -> Job:
-    """Reserve nodes, and take the next token. Its keeper is started only after this is on disk."""
+def start(
+    job: Job,
+    allocation: Allocation,
+    devices: Devices,
+    now: float,
+    wall: float = 0.0,
+    why: str = "",
+    memory_bytes: int | None = None,
+) -> Job:
+    """Reserve nodes, and take the next token. Its keeper is started only after this is on disk.
+
+    With `memory_bytes` each worker has less memory than was asked for.
+    """
     assert job.state == WAITING, job
+    num_workers = sum(allocation.values())
+    told = f"started with {num_workers} worker{'s' * (num_workers > 1)}"
     return replace(
         job,
         state=STARTING,
@@ -116,15 +131,25 @@ def start(job: Job, allocation: Mapping[str, int], devices: Mapping[str, tuple[i
         target_devices={},
         changed_at=now,
         accrued_at=now,
+        began_at=now,
+        lowered_bytes=memory_bytes,
+        change=told if why in ("", "start") else f"{told}: {why}",
+        change_wall=wall,
         message="",
         cause="",
         exit_code=None,
     )
 
 
-def change_size(job: Job, allocation: Mapping[str, int], devices: Mapping[str, tuple[int, ...]], now: float) -> Job:
+def change_size(
+    job: Job, allocation: Allocation, devices: Devices, now: float, wall: float = 0.0, why: str = ""
+) -> Job:
     """Reserve more at once, or say what is to be left: what goes is given back when its workers are gone."""
-    job = accrue(job, now)
+    before, after = job.num_wanted, sum(allocation.values())
+    sizes = f"{before} to {after} workers"
+    # The reason speaks of the sizes that were decided: where only part of it is done at once, of those.
+    cause = why.partition(" workers: ")[2] or why
+    job = replace(accrue(job, now), change=f"{sizes}: {cause}" if cause else sizes, change_wall=wall)
     if sum(allocation.values()) >= job.num_reserved:
         return replace(
             job, allocation=dict(allocation), devices=dict(devices), target=None, target_devices={}, changed_at=now
@@ -139,6 +164,16 @@ def stop(job: Job, wish: str, why: str, now: float) -> Job:
     return replace(job, state=STOPPING, wish=wish, message=why, changed_at=now)
 
 
+def preempt(job: Job, why: str, now: float, wall: float) -> Job:
+    """Have the attempt end for the sake of others: it goes on later."""
+    stopping = stop(job, "preempt", why, now)
+    if stopping is job:
+        return job
+    return replace(
+        stopping, num_preempted=job.num_preempted + 1, change=f"stopped, to go on later: {why}", change_wall=wall
+    )
+
+
 def accrue(job: Job, now: float) -> Job:
     """Add up what it has had since that was done last."""
     if not job.is_active or now <= job.accrued_at:
@@ -148,7 +183,7 @@ def accrue(job: Job, now: float) -> Job:
         job,
         accrued_at=now,
         run_seconds=job.run_seconds + seconds,
-        service_seconds=job.service_seconds + seconds * job.num_reserved,
+        service_seconds=job.service_seconds + seconds * job.size,
     )
 
 
@@ -160,7 +195,11 @@ def see(job: Job, seen: Sight, now: float, wall: float) -> Job:
         # Nobody but the service starts attempts: one that is to start will be started with the same token.
         return job if job.state == STARTING else _end(job, "lost", "its process is gone", None, now, wall)
     if seen.state == "ended":
-        return _end(job, seen.cause, seen.message, seen.exit_code, now, wall)
+        return _end(_know_step(job, seen), seen.cause, seen.message, seen.exit_code, now, wall)
+    if job.stopping_seconds is not None and not job.wish and (seen.step or 0) > (job.last_step or 0):
+        # Now it is further than it was when it was stopped: that is what stopping it has cost.
+        cost = job.stopping_seconds + max(0.0, now - job.began_at)
+        job = replace(job, stop_seconds=cost, stopping_seconds=None)
     if job.state == STARTING and seen.state == "running":
         job = replace(job, state=RUNNING, has_run=True, started_wall=job.started_wall or wall)
     if job.target is not None and seen.num_workers is not None and seen.num_workers <= job.num_wanted:
@@ -170,10 +209,24 @@ def see(job: Job, seen: Sight, now: float, wall: float) -> Job:
     return job
 
 
+def _know_step(job: Job, seen: Sight) -> Job:
+    """How far it came, for whoever measures how long it takes to come further."""
+    return job if seen.step is None else replace(job, last_step=max(seen.step, job.last_step or 0))
+
+
 def _end(job: Job, cause: str, message: str, exit_code: int | None, now: float, wall: float) -> Job:
     job = accrue(job, now)
     freed = replace(
-        job, allocation={}, devices={}, target=None, target_devices={}, wish="", changed_at=now, exit_code=exit_code
+        job,
+        allocation={},
+        devices={},
+        target=None,
+        target_devices={},
+        wish="",
+        changed_at=now,
+        exit_code=exit_code,
+        lowered_bytes=None,
+        stopping_seconds=max(0.0, now - job.changed_at) if job.wish == "preempt" and job.last_step else None,
     )
     if cause == "finished":
         return replace(freed, state=FINISHED, cause=cause, message=message, has_run=True, ended_wall=wall)
@@ -190,6 +243,11 @@ def _end(job: Job, cause: str, message: str, exit_code: int | None, now: float, 
             stopped_at=now,
             cause="",
             message=job.message or message,
+        )
+    if cause == "out_of_memory" and job.lowered_bytes is not None:
+        why = "it needed the memory that it had given back, and has it again"
+        return replace(
+            freed, state=WAITING, has_run=True, stopped_at=now, keeps_memory=True, cause="", message=why, change=why
         )
     if cause == "lost" and job.num_lost < MAX_LOST:
         # A job that never got as far as a run folder has nothing to go on with.

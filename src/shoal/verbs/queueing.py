@@ -106,6 +106,7 @@ def tell_job(told: Mapping[str, Any]) -> str:
     needs = [f"{told['cores']:g} core" + "s" * (told["cores"] != 1)]
     needs += [size(told["memory_bytes"])] if told["memory_bytes"] else []
     needs += [f"{told['gpus']:g} GPUs"] if told["gpus"] else []
+    needs += [f"{size(told['disk_bytes'])} of disk"] if told["disk_bytes"] else []
     limit = told["time_limit_seconds"]
     facts = {
         "job": f"{told['job']}  {told['name']}" + ("" if told["index"] is None else f"[{told['index']}]"),
@@ -113,6 +114,7 @@ def tell_job(told: Mapping[str, Any]) -> str:
         "why": told["why"],
         "starts": "" if told["eta_seconds"] is None else f"in about {duration(told['eta_seconds'])}",
         "ended": told["message"] or told["cause"],
+        "decided": f"{_date(told['changed'])}  {told['change']}" if told["change"] else "",
         "exit code": "" if told["exit_code"] is None else told["exit_code"],
         "owner": told["owner"] + (f" ({told['account']})" if told["account"] != told["owner"] else ""),
         "class": f"{told['class']}, priority {told['priority']}, partition {told['partition']}",
@@ -124,12 +126,25 @@ def tell_job(told: Mapping[str, Any]) -> str:
         "over": _date(told["ended"]),
         "ran": duration(told["run_seconds"]) + (f" of {duration(limit)}" if limit else ""),
         "attempts": told["attempts"] or "",
+        "stopped": _stops(told),
         "step": "" if told["step"] is None else told["step"],
         "command": " ".join(told["args"]),
         "folder": told["dir"],
         "run": f"{told['run']}  (`shoal logs {told['run']}`)" if told["attempts"] else "",
     }
     return "\n".join(f"{name:9}  {one_line(value)}" for name, value in facts.items() if value != "")
+
+
+def _stops(told: Mapping[str, Any]) -> str:
+    """How often it was stopped for others, how often it may be, and what that cost."""
+    if not told["is_preemptible"]:
+        return "never for others"
+    most = told["max_preemptions"]
+    if not told["num_preempted"] and most is None:
+        return ""
+    of = f" time{'s' * (told['num_preempted'] != 1)}" if most is None else f" of {most} times"
+    cost = "" if told["stop_seconds"] is None else f"; the last one cost {told['stop_seconds']:.1f} s"
+    return f"{told['num_preempted']}{of} for others{cost}"
 
 
 def _date(seconds: float | None) -> str:

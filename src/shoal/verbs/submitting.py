@@ -30,14 +30,20 @@ _QUEUE_OPTIONS: Options = (
     (("--cores",), {"metavar": "N", "help": "cores of each worker (default: 1)"}),
     (("--memory",), {"metavar": "SIZE", "help": "memory of each worker, such as 4G; more than that ends the job"}),
     (("--gpus",), {"metavar": "N", "help": "GPUs of each worker; below 1 a share of one"}),
+    (("--disk",), {"metavar": "SIZE", "help": "room on the disk for each worker, such as 20G"}),
     (("--kind",), {"metavar": "NAME", "action": "append", "help": "a kind of node it can run on; may be repeated"}),
     (("--time",), {"metavar": "TIME", "help": "how long it may run, such as 90s, 45m, 2h or 1d"}),
     (
         ("--after",),
-        {"metavar": "JOB", "action": "append", "help": "start when that job has finished; may be repeated"},
+        {
+            "metavar": "JOB",
+            "action": "append",
+            "help": "start when that job, or 17-26, has finished; may be repeated",
+        },
     ),
     (("--array",), {"metavar": "N", "help": "so many copies, told apart by SHOAL_ARRAY_INDEX"}),
     (("--no-preempt",), {"action": "store_true", "help": "never stop it for others"}),
+    (("--max-preemptions",), {"metavar": "N", "help": "stop it for others at most so often"}),
     (("--hold",), {"action": "store_true", "help": "keep it until `shoal release`"}),
     (("--wait",), {"action": "store_true", "help": "return when it is over, with its exit code"}),
 )
@@ -47,10 +53,11 @@ _FIELDS = {
     "partition": "partition",
     "account": "account",
     "memory": "memory",
+    "disk": "disk",
     "time": "time",
     "kind": "kinds",
 }
-_NUMBERS = {"priority": int, "array": int, "cores": float, "gpus": float}
+_NUMBERS = {"priority": int, "array": int, "max_preemptions": int, "cores": float, "gpus": float}
 
 _OPTIONS: Options = (
     *((flags, settings) for flags, settings in RUN_OPTIONS if flags[-1] not in _NOT_SUBMITTED),
@@ -125,7 +132,10 @@ def _to_service(options: argparse.Namespace, rest: list[str]) -> int:
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of a job that were named on the command line."""
     fields = {field: getattr(options, name) for name, field in _FIELDS.items()}
-    fields |= {name: _parse_number(getattr(options, name), f"--{name}", kind) for name, kind in _NUMBERS.items()}
+    fields |= {
+        name: _parse_number(getattr(options, name), f"--{name.replace('_', '-')}", kind)
+        for name, kind in _NUMBERS.items()
+    }
     fields |= {"workers": options.num_workers, "name": options.name, "after": options.after}
     fields["preemptible"] = False if options.no_preempt else None
     fields["env"] = parse_pairs(options.env, "--env") or None

@@ -8,7 +8,7 @@ from shoal.service.openapi import describe
 from shoal.spec.errors import UserError
 from shoal.verbs.job_file import parse_jobs
 from shoal.verbs.printing import table
-from shoal.verbs.queueing import is_job, tell_change, tell_queue
+from shoal.verbs.queueing import is_job, tell_change, tell_job, tell_queue
 
 
 @pytest.mark.parametrize(
@@ -157,3 +157,41 @@ def test_every_route_is_described_and_nothing_else():
     described = describe()
     assert routes == {(path, method) for path, calls in described["paths"].items() for method in calls}
     assert set(described["components"]["schemas"]["Job"]["required"]) == {"args", "dir"}
+
+
+def test_one_job_is_told_with_what_was_decided_about_it_last_and_how_often_it_was_stopped():
+    told = {
+        **ROW,
+        "cores": 2.0,
+        "memory_bytes": 1 << 30,
+        "gpus": 0.0,
+        "disk_bytes": 20 << 30,
+        "time_limit_seconds": None,
+        "cause": "",
+        "exit_code": None,
+        "account": "lab",
+        "partition": "default",
+        "after": [],
+        "submitted": 1e9,
+        "started": None,
+        "ended": None,
+        "attempts": 2,
+        "step": None,
+        "args": ["train.py"],
+        "dir": "/",
+        "run": "job-17",
+        "change": "8 to 7 workers: job 3 needs room",
+        "changed": 1e9,
+        "is_preemptible": True,
+        "num_preempted": 2,
+        "max_preemptions": 3,
+        "stop_seconds": 1.84,
+    }
+    shown = tell_job(told)
+    assert "each with 2 cores, 1G, 20G of disk" in shown
+    assert "8 to 7 workers: job 3 needs room" in shown
+    assert "2 of 3 times for others; the last one cost 1.8 s" in shown
+    assert "1 time for others\n" in tell_job(
+        {**told, "num_preempted": 1, "max_preemptions": None, "stop_seconds": None}
+    )
+    assert "stopped    never for others" in tell_job({**told, "is_preemptible": False})

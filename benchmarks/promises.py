@@ -1,0 +1,56 @@
+"""Whether the service keeps its promises: random events against policy, deciding, reclaim and jobs together.
+
+Every policy is driven on many small clusters: jobs come, end, fail and are lost, nodes go and come back, people hold,
+cancel, resize and requeue, caps and lending change, keepers take their time. After every event all is checked that
+`tests/unit/place/driving_service.py` lists: nothing is given out twice, no cap or budget is passed, nobody waits
+beside room that it may use, nobody is stopped again and again, everything comes to rest. The first event that breaks
+one of them ends the run with its seed. `SHOAL_TEST_EVENTS` is how many events there are, a million if it is not set;
+`SHOAL_TEST_SECONDS` ends the run after so many seconds, and the result says how many there were.
+"""
+
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import say
+from shoal.place.policies import POLICIES
+
+EVENTS_A_SEED = 400
+QUICK_EVENTS = 20
+
+
+def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit" / "place"))
+    from driving_service import drive_service
+
+    wanted = len(POLICIES) * QUICK_EVENTS if is_quick else int(os.environ.get("SHOAL_TEST_EVENTS", "1000000"))
+    each = QUICK_EVENTS if is_quick else EVENTS_A_SEED
+    first = int(os.environ.get("SHOAL_TEST_FIRST_SEED", "1000"))
+    until = time.monotonic() + float(os.environ.get("SHOAL_TEST_SECONDS", "inf"))
+    found: dict[str, Counter[str]] = {name: Counter() for name in sorted(POLICIES)}
+    seed = first
+    while sum(counts["events"] for counts in found.values()) < wanted and time.monotonic() < until:
+        for name, counts in found.items():
+            counts.update(drive_service(name, seed, each))
+            counts["clusters"] += 1
+        seed += 1
+        say(f"promises: {sum(counts['events'] for counts in found.values())} events, none broke a promise")
+    names = (
+        "events",
+        "clusters",
+        "starts",
+        "stops",
+        "moves",
+        "resizes",
+        "reclaims",
+        "finished",
+        "failed",
+        "cancelled",
+    )
+    rows = [{"policy": policy, **{name: counts[name] for name in names}} for policy, counts in found.items()]
+    total = sum(row["events"] for row in rows)
+    notes = [f"{total} events of {wanted} asked for, seeds {first} to {seed - 1}; no promise was broken"]
+    return {"rows": rows, "num_events": total, "num_broken": 0, "notes": notes}

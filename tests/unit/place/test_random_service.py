@@ -1,0 +1,28 @@
+"""Whatever happens to a queue: nothing twice, no cap or budget passed, no loops, nobody beside free room.
+
+`SHOAL_TEST_EVENTS` sets how many events are driven in all; `python -m benchmarks promises` drives a million.
+"""
+
+import os
+
+import pytest
+from driving_service import drive_service
+
+from shoal.place.policies import POLICIES
+
+EVENTS_A_SEED = 400
+NUM_EVENTS = int(os.environ.get("SHOAL_TEST_EVENTS", "20000"))
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_promises_hold_from_the_queue_to_the_keepers(name):
+    drive_service(name, seed=1, num_events=40)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_promises_hold_for_as_many_events_as_are_asked_for(name):
+    num_seeds = -(-NUM_EVENTS // (EVENTS_A_SEED * len(POLICIES)))
+    for seed in range(100, 100 + num_seeds):
+        drive_service(name, seed=seed, num_events=EVENTS_A_SEED)
