@@ -23,7 +23,7 @@ from shoal.observe.noise import find_noise
 from shoal.observe.predictions import append_predictions, read_predictions
 from shoal.observe.turns import Turn, merge_turns
 from shoal.place.prior import PastJob, Traits
-from shoal.place.throughput import Observation, Throughput
+from shoal.place.throughput import Observation, Throughput, fit
 from shoal.spec.event import Event
 from shoal.spec.prediction import Prediction
 
@@ -93,16 +93,15 @@ def _traits(events: Sequence[Event]) -> tuple[Traits | None, tuple[float, float]
     batches = [size for data in told if (size := _number(data, "batch_size"))]
     if not batches:
         return None, None
-    sizes = {"batch": batches[-1], "parameters": _number(told[-1], "parameters")}
-    micro = min([batches[-1], *map(float, _pieces(events).values())])
-    traits = Traits(micro_batch=micro, sizes={name: size for name, size in sizes.items() if size})
+    sizes = {name: size for name in ("batch_size", "parameters") if (size := _number(told[-1], name))}
+    traits = Traits(micro_batch=min([batches[-1], *map(float, _pieces(events).values())]), sizes=sizes)
     return traits, (min(batches), max(batches))
 
 
 def _number(data: Mapping[str, Any], name: str) -> float:
     """A positive setting, or 0."""
     entry = data.get(name)
-    value = entry.get("value") if isinstance(entry, Mapping) else entry
+    value: Any = entry.get("value") if isinstance(entry, Mapping) else entry
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and 0 < value < math.inf else 0.0
 
@@ -229,6 +228,13 @@ class Expecting(Protocol):
     """What is thought of a job before its first step: a `Prior`, or the `Likeness` to one that ran."""
 
     def fit(self, traits: Traits, observations: Sequence[Observation] = ()) -> Throughput: ...
+
+
+class Unknown:
+    """Nothing is thought of it: any speed, and workers that agree at no cost, so that more of them are tried."""
+
+    def fit(self, traits: Traits, observations: Sequence[Observation] = ()) -> Throughput:
+        return fit(observations)
 
 
 def walk(

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,7 +110,8 @@ def _job_number(word: Any, names: Mapping[str, Any]) -> int:
 
 
 _FIELDS = ("args", "name", "dir", "env", "workers", "class", "priority", "partition", "account", "cores", "memory")
-_MORE = ("gpus", "kinds", "time", "after", "array", "preemptible")
+_MORE = ("gpus", "kinds", "data", "time", "after", "array", "preemptible")
+MAX_DATA = 100
 
 
 def read_asked(row: Mapping[str, Any]) -> Asked:
@@ -144,17 +145,22 @@ def read_asked(row: Mapping[str, Any]) -> Asked:
         memory_bytes=_memory(row),
         gpus=_number(row, "gpus", 0.0, 100_000.0),
         kinds=tuple(_texts(row, "kinds", 20, MAX_TEXT)),
+        data=tuple(dict.fromkeys(_data(row, folder))),
         time_limit_seconds=_time(row),
         is_preemptible=bool(row.get("preemptible", True)),
     )
 
 
+def script_of(args: Sequence[str]) -> str:
+    """The script or module among arguments of `shoal run`."""
+    if "--" in args and args[-1] != "--":
+        return args[list(args).index("--") + 1]
+    return next((arg for arg in args if not arg.startswith("-")), args[0])
+
+
 def default_name(args: Sequence[str]) -> str:
     """What a job is called that nobody named: its script."""
-    script = next((arg for arg in args if not arg.startswith("-")), args[0])
-    if "--" in args and args[-1] != "--":
-        script = args[list(args).index("--") + 1]
-    return clean(os.path.basename(script).removesuffix(".py"))[:60] or "job"
+    return clean(os.path.basename(script_of(args)).removesuffix(".py"))[:60] or "job"
 
 
 def check_name(name: str) -> str:
@@ -179,6 +185,16 @@ def parse_workers(value: Any) -> tuple[int | None, int]:
 def check_partition(asked: Asked, names: Collection[str]) -> None:
     if asked.partition not in names:
         raise unknown(asked.partition[:60], "partition", names, f"there are: {', '.join(sorted(names))}")
+
+
+def _data(row: Mapping[str, Any], folder: str) -> Iterator[str]:
+    """Files and folders that it reads, from the root; relative ones are in its folder."""
+    for path in _texts(row, "data", MAX_DATA, MAX_ARG_BYTES):
+        if not path or "://" in path:
+            raise UserError(
+                f"data {clean(path)[:60]!r} is not a path on a machine.", hint="for example: /data/images"
+            )
+        yield os.path.normpath(os.path.join(folder, path))
 
 
 def _memory(row: Mapping[str, Any]) -> int:

@@ -21,6 +21,7 @@ JOB_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "memory": ({"oneOf": [_WHOLE, _TEXT]}, 'memory of each worker: bytes, or "4G"'),
     "gpus": (_NUMBER, "GPUs of each worker; below one a share of one"),
     "kinds": ({"type": "array", "items": _TEXT}, "kinds of nodes it can run on; any if empty"),
+    "data": ({"type": "array", "items": _TEXT}, "files and folders it reads: nodes that have them are preferred"),
     "time": (_TEXT, 'how long it may run: "2h"'),
     "after": ({"type": "array", "items": {"oneOf": [_WHOLE, _TEXT]}}, "jobs that must have finished well before"),
     "array": (_WHOLE, "so many copies, told apart by SHOAL_ARRAY_INDEX"),

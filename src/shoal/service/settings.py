@@ -25,6 +25,7 @@ class NodeLimits:
     gpus: int | None = None
     partition: str = "default"
     kind: str | None = None
+    holds: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,7 @@ class Settings:
     round_seconds: float = 60.0
     grace_seconds: float = 30.0
     usage_half_life_seconds: float = 7 * 86400.0
+    learn_seconds: float = 30.0
     partitions: Mapping[str, Partition] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
     nodes: Mapping[str, NodeLimits] = field(default_factory=dict)
@@ -78,6 +80,7 @@ def parse_settings(text: str, path: str, policies: Callable[[], Mapping[str, obj
         round_seconds=table.duration("round", 60.0),
         grace_seconds=table.duration("grace", 30.0),
         usage_half_life_seconds=table.duration("usage_half_life", 7 * 86400.0),
+        learn_seconds=table.duration("learn", 30.0),
         partitions={name: _partition(name, each) for name, each in table.tables("partitions")},
         shares=table.numbers("shares"),
         nodes={name: _limits(each) for name, each in table.tables("nodes")},
@@ -112,6 +115,7 @@ def _limits(table: "_Table") -> NodeLimits:
         gpus=table.count("gpus"),
         partition=table.text("partition", "default"),
         kind=table.text("kind", "") or None,
+        holds=frozenset(os.path.normpath(path) for path in table.texts("holds", ())),
     )
     table.check_all_read()
     return found
@@ -128,7 +132,7 @@ def apply_limits(node: Node, settings: Settings, drained: Mapping[str, str]) -> 
         gpus=node.gpus if limits.gpus is None else min(node.gpus, limits.gpus),
         disk_bytes=node.disk_bytes,
         partition=limits.partition,
-        holds=node.holds,
+        holds=node.holds | limits.holds,
         is_draining=node.is_draining or node.name in drained,
     )
 

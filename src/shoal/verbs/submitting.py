@@ -31,6 +31,14 @@ _QUEUE_OPTIONS: Options = (
     (("--memory",), {"metavar": "SIZE", "help": "memory of each worker, such as 4G; more than that ends the job"}),
     (("--gpus",), {"metavar": "N", "help": "GPUs of each worker; below 1 a share of one"}),
     (("--kind",), {"metavar": "NAME", "action": "append", "help": "a kind of node it can run on; may be repeated"}),
+    (
+        ("--data",),
+        {
+            "metavar": "PATH",
+            "action": "append",
+            "help": "what it reads: machines that have it go first; may be repeated",
+        },
+    ),
     (("--time",), {"metavar": "TIME", "help": "how long it may run, such as 90s, 45m, 2h or 1d"}),
     (
         ("--after",),
@@ -49,6 +57,7 @@ _FIELDS = {
     "memory": "memory",
     "time": "time",
     "kind": "kinds",
+    "data": "data",
 }
 _NUMBERS = {"priority": int, "array": int, "cores": float, "gpus": float}
 
