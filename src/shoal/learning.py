@@ -50,16 +50,19 @@ class Size:
 class Study:
     """What the files of a run tell of it so far.
 
-    `batches` are the smallest and the largest batch that its script has set, and `num_samples` how many samples its
-    steps had in all. `pause_seconds` is how long it takes to stop and start it, as far as it did either.
+    `batches` are the smallest and the largest batch that its script has set; `num_samples` is how many samples its
+    steps had in all, `step_seconds` how long they took. `pause_seconds` is what it takes to stop and start it,
+    `resize_seconds` what a change of its workers takes, as far as that happened.
     """
 
     observations: tuple[Observation, ...] = ()
     traits: Traits | None = None
     batches: tuple[float, float] | None = None
     num_samples: float = 0.0
+    step_seconds: float = 0.0
     noise: float | None = None
     pause_seconds: float | None = None
+    resize_seconds: float | None = None
 
 
 def study(run_dir: str, kind: str = "", kinds: Mapping[str, str] | None = None) -> Study:
@@ -77,8 +80,10 @@ def study(run_dir: str, kind: str = "", kinds: Mapping[str, str] | None = None) 
         traits=traits,
         batches=batches,
         num_samples=float(sum(turn.lead.global_samples for turn in done)),
+        step_seconds=sum(turn.seconds for turn in done),
         noise=noise.samples if noise is not None else None,
         pause_seconds=pause_of(turns, events),
+        resize_seconds=resize_of(turns, events),
     )
 
 
@@ -121,6 +126,19 @@ def pause_of(turns: Sequence[Turn], events: Sequence[Event]) -> float | None:
         if before and not any(before[-1] < start <= end for start in begun):
             stopping.append(end - before[-1])
     return median(starting) + (median(stopping) if stopping else 0.0) if starting else None
+
+
+def resize_of(turns: Sequence[Turn], events: Sequence[Event]) -> float | None:
+    """How much longer than others the first step with other workers took to come. Pure."""
+    worlds, usual = _worlds(events), median([turn.seconds / turn.num_steps for turn in turns])
+    begun = [event.time for event in events if event.kind == "run_started"]
+    pauses = [
+        max(turn.end - before.end - usual, 0.0)
+        for before, turn in pairwise(turns)
+        if _members(turn, worlds) != _members(before, worlds)
+        and not any(before.end < start <= turn.end for start in begun)
+    ]
+    return median(pauses) if pauses else None
 
 
 def observe(

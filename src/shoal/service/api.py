@@ -186,7 +186,8 @@ class Api:
         found.sort(key=lambda job: _order(job, waits))
         page = found[offset : offset + limit]
         rows = [
-            telling.tell_job(job, now, *(table.get(job.number) for table in (waits, seen, prospects))) for job in page
+            telling.tell_job(job, now, waits.get(job.number), seen.get(job.number), prospects.get(job.number))
+            for job in page
         ]
         told = {"total": len(found), "counts": counts, "jobs": rows, "policy": shared.settings.policy}
         return answer(request, {**told, "problems": dict(shared.problems)})

@@ -13,7 +13,7 @@ from shoal.service import acts, transitions
 from shoal.service.briefing import orders_for
 from shoal.service.deciding import Todo, can_do, cluster_of, hopeless, over_bounds, usage_of
 from shoal.service.job import STARTING, STOPPING, WAITING, Job
-from shoal.service.learned import Prospect, Usual, explain_waits, is_settling
+from shoal.service.learned import Prospect, Usual, explain_waits, is_settling, patience_of
 from shoal.service.learner import Learner
 from shoal.service.machines import Machines
 from shoal.service.places import JOBS
@@ -217,9 +217,12 @@ class Dispatcher:
         people = shared.known.people
         learned, usual, prospects = shared.learned, Usual(nodes), dict[int, Prospect]()
 
+        patiences = patience_of(jobs.values(), settings)
+
         def with_learned(job: Job, shown: Queued) -> Queued:
             step = getattr(shared.seen.get(job.number), "step", None)
-            prospects[job.number] = prospect = learned.know(job, shown.max_workers, usual, now, step)
+            patience = patiences.get(job.asked.partition, 0.0)
+            prospects[job.number] = prospect = learned.know(job, shown.max_workers, usual, now, step, patience)
             return prospect.shown(shown, is_settling=is_settling(job, settings, now))
 
         links = self._machines.links

@@ -21,6 +21,12 @@ Like = tuple[str, ...]
 SAME_SCRIPT = 3
 """Jobs that have so much in common step alike; those that have less may only be as long."""
 
+RESIZE_SECONDS = 2.0
+"""What a change of the size of an elastic job costs, until it was measured."""
+
+PATIENCE_ROUNDS = 3
+"""A job that has told nothing of its speed for so many rounds and looks never will."""
+
 OWN_STEPS = "its own steps"
 FEWEST_STEPS = 5
 PACE_SPREAD = 0.1
@@ -38,6 +44,23 @@ class Pace:
     workers: int
 
 
+@dataclass(frozen=True, slots=True)
+class Hopeful:
+    """A rate that is thought to be `likely` up to the size that was `tried`; beyond, what it may be by the end of the
+    spread that is `best`, but no more than if all workers were as useful. So what is uncertain is tried."""
+
+    likely: Rate
+    best: Rate
+    tried: int
+
+    def __call__(self, kind: str, workers: int, nodes: int) -> float:
+        rate = self.likely(kind, workers, nodes)
+        if workers <= self.tried or rate <= 0:
+            return rate
+        linear = self.likely(kind, self.tried, min(nodes, self.tried)) * workers / self.tried
+        return max(rate, min(self.best(kind, workers, nodes), linear))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Insight:
     """What the run folder of a job has told so far.
@@ -49,6 +72,7 @@ class Insight:
     largest: int = 0
     pace: Pace | None = None
     pause_seconds: float | None = None
+    resize_seconds: float | None = None
     predictions: tuple[Prediction, ...] = ()
 
 
@@ -60,6 +84,7 @@ class Prospect:
     rate: Rate | None = None
     max_workers: int = 0
     stop_seconds: float = 0.0
+    resize_seconds: float | None = None
     remaining_seconds: float | None = None
     left_seconds: float | None = None
     spread: float = 0.0
@@ -72,6 +97,7 @@ class Prospect:
             rate=None if is_settling else self.rate,
             max_workers=self.max_workers,
             stop_seconds=self.stop_seconds,
+            resize_seconds=self.resize_seconds,
             remaining_seconds=self.remaining_seconds,
             remaining_spread=self.spread,
         )
@@ -125,13 +151,20 @@ class Learned:
             found = self.likes[job.number] = like_of(job)
         return found
 
-    def know(self, job: Job, most: int, usual: Usual, now: float, step: int | None = None) -> Prospect:
-        """What is known of a job that may have `most` workers; `step` is how many its run has taken by now."""
+    def know(
+        self, job: Job, most: int, usual: Usual, now: float, step: int | None = None, patience_seconds: float = 0.0
+    ) -> Prospect:
+        """What is known of a job that may have `most` workers; `step` is how many its run has taken by now.
+
+        One whose speed is not known stays small until it has run for `patience_seconds`.
+        """
         like, insight = self.like(job), self.insights.get(job.number, NOTHING)
         rate = insight.rate or _nearest(self.rates, like, SAME_SCRIPT)
         if insight.largest:
             # A model is not trusted far from what it was fitted to.
             most = max(min(most, 2 * insight.largest), job.num_wanted, job.min_workers)
+        elif rate is None and job.asked.is_elastic and seconds_run(job, now) < patience_seconds:
+            most = max(job.num_wanted, job.min_workers)
         kind, per_node = usual.of(job)
         work, spread, told_by = self._work_left(job, like, insight.pace, rate, kind, per_node, now, step)
         pause = insight.pause_seconds
@@ -147,6 +180,7 @@ class Learned:
             rate=rate,
             max_workers=most,
             stop_seconds=pause if pause is not None else _nearest(self.pauses, like, 0) or 0.0,
+            resize_seconds=_resize_seconds(job, insight),
             remaining_seconds=work,
             left_seconds=left,
             spread=spread,
@@ -179,6 +213,12 @@ class Learned:
         return found.left, found.spread, f"{count} {alike}"
 
 
+def _resize_seconds(job: Job, insight: Insight) -> float | None:
+    if not job.asked.is_elastic:
+        return None
+    return RESIZE_SECONDS if insight.resize_seconds is None else insight.resize_seconds
+
+
 def like_of(job: Job) -> Like:
     """What a job is. Arguments may be long and are nobody's business: a digest stands for them."""
     asked = job.asked
@@ -209,13 +249,17 @@ def speed_of(rate: Rate | None, kind: str, workers: int, per_node: int) -> float
     return many / one if one > 0 and many > 0 else float(workers)
 
 
+def seconds_run(job: Job, now: float) -> float:
+    """How long it has run, to this moment."""
+    return job.run_seconds + (max(0.0, now - job.accrued_at) if job.is_active else 0.0)
+
+
 def work_of(job: Job, rate: Rate | None, kind: str, per_node: int, now: float) -> float:
     """What a job has done so far, in seconds on one worker."""
-    since = max(0.0, now - job.accrued_at) if job.is_active else 0.0
-    seconds = job.run_seconds + since
+    seconds = seconds_run(job, now)
     if seconds <= 0:
         return 0.0
-    workers = (job.service_seconds + since * job.num_reserved) / seconds
+    workers = (job.service_seconds + (seconds - job.run_seconds) * job.num_reserved) / seconds
     if rate is None:
         return seconds * workers
     return seconds * speed_of(rate, kind, round(workers), per_node)
@@ -224,6 +268,17 @@ def work_of(job: Job, rate: Rate | None, kind: str, per_node: int, now: float) -
 def is_settling(job: Job, settings: Settings, now: float) -> bool:
     """Whether its size was changed within a round: the goodput policy lets it be, or sizes would go to and fro."""
     return settings.policy == "goodput" and job.is_active and now - job.changed_at < settings.round_seconds
+
+
+def patience_of(jobs: Iterable[Job], settings: Settings) -> dict[str, float]:
+    """By partition, how long the goodput policy keeps an elastic job of unknown speed small: as long as measuring it may
+    take, and only where others could use the workers."""
+    rivals: dict[str, int] = {}
+    for job in jobs:
+        if job.asked.is_elastic and not job.is_held and not job.is_over:
+            rivals[job.asked.partition] = rivals.get(job.asked.partition, 0) + 1
+    seconds = PATIENCE_ROUNDS * (settings.round_seconds + settings.learn_seconds)
+    return {name: seconds for name, count in rivals.items() if count > 1 and settings.policy == "goodput"}
 
 
 def explain_waits(waits: Mapping[int, Wait], cluster: Cluster) -> dict[int, Wait]:

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 from shoal.place.cluster import Rate
 from shoal.place.lengths import Lengths
 from shoal.service.job import FINISHED, RUNNING, Job
-from shoal.service.learned import FEWEST_STEPS, SAME_SCRIPT, Insight, Like, Pace, Usual, work_of
+from shoal.service.learned import FEWEST_STEPS, SAME_SCRIPT, Hopeful, Insight, Like, Pace, Usual, work_of
 from shoal.service.state import Shared
 
 if TYPE_CHECKING:
     from shoal.learning import Expecting, Study
     from shoal.observe.journal import JournalReader
-    from shoal.place.prior import PastJob, Prior
+    from shoal.place.prior import PastJob, Prior, Traits
+    from shoal.place.throughput import Observation, Throughput
 
 HISTORY = "history.jsonl"
 MAX_FINISHED = 2000
@@ -52,7 +53,7 @@ class Watch:
     anchor: tuple[float, int] = (0.0, 0)
     """When the pace began to be taken, and at which step: with these workers, in this attempt."""
     workers: int = 0
-    study: "Study | None" = None
+    observations: "tuple[Observation, ...]" = ()
     studied_step: int = 0
     studied_workers: int = 0
     looked_at: float = -1e9
@@ -70,6 +71,7 @@ class Learner:
         self._ended: deque[Job] = deque()
         self._watches: dict[int, Watch] = {}
         self._history: list[PastJob] = []
+        self._counted: set[int] = set()
         self._prior: Prior | None = None
         self._has_new_history = True
         self._said: set[str] = set()
@@ -149,6 +151,7 @@ class Learner:
         learned = self._shared.learned
         pairs = [(learned.like(job), works.get(_name(job)) or job.service_seconds) for job in reversed(finished)]
         self._publish(lengths=Lengths().learned_all(pairs), likes={})
+        self._counted = {job.number for job in finished}
         names = {past.name for past in self._history}
         for job in finished[:MISSED]:
             if not self._is_over and _name(job) not in names:
@@ -159,39 +162,45 @@ class Learner:
         while self._ended:
             jobs.append(self._ended.popleft())
         learned = self._shared.learned
-        finished = [(learned.like(job), self._work(job)) for job in jobs if job.state == FINISHED]
-        if finished:
-            self._publish(lengths=learned.lengths.learned_all(finished))
+        finished = []
         for job in jobs:
             if job.has_run:
                 self._guarded(f"job {job.number}", self._remember, job)
+            if job.state == FINISHED and job.number not in self._counted:
+                newest = self._history[-1] if self._history else None
+                work = newest.work_seconds if newest is not None and newest.name == _name(job) else None
+                finished.append((learned.like(job), work or self._work(job)))
             self._watches.pop(job.number, None)
+        if jobs:
+            self._publish(lengths=learned.lengths.learned_all(finished))
 
     def _work(self, job: Job) -> float:
-        """What it took in all, in seconds on one worker."""
-        insight = self._shared.learned.insights.get(job.number, Insight())
+        """What it took in all, in seconds on one worker, as if all of its workers had been as useful."""
         kind, per_node = Usual(self._shared.nodes).of(job)
-        return work_of(job, insight.rate, kind, per_node, 0.0)
+        return work_of(job, None, kind, per_node, 0.0)
 
     def _remember(self, job: Job) -> None:
         """Add it to the history: how it stepped, and what it took."""
-        from shoal.learning import remember, study
+        from shoal.learning import remember
         from shoal.place.prior import PastJob
 
         watch = self._watches.get(job.number)
         run_dir = watch.run_dir if watch is not None else str(getattr(self._look(job), "run_dir", ""))
         if not run_dir or not _is_readable(run_dir):
             return
-        kind, kinds = self._kinds(job)
-        found = study(run_dir, kind, kinds)
-        if found.traits is None or not found.observations:
+        fitted = self._fit(job, run_dir)
+        if fitted is None:
             return
+        found, traits, rate, _ = fitted
+        alone = rate(self._kinds(job)[0], 1, 1)
+        # What is not stepping does not become faster with workers.
+        work = found.num_samples / alone + max(job.run_seconds - found.step_seconds, 0.0) if alone > 0 else None
         past = PastJob(
-            traits=found.traits,
+            traits=traits,
             observations=found.observations,
             name=_name(job),
             like=self._shared.learned.like(job),
-            work_seconds=self._work(job) if job.state == FINISHED else None,
+            work_seconds=work if job.state == FINISHED else None,
             pause_seconds=found.pause_seconds,
             noise=found.noise,
             batches=found.batches,
@@ -255,34 +264,40 @@ class Learner:
 
     def _study(self, job: Job, watch: Watch) -> None:
         """Read all of its steps, and fit its model again."""
-        from shoal.learning import Study, learn_run, study
         from shoal.observe.predictions import read_predictions
 
         if not _is_readable(watch.run_dir):
             raise ValueError(f"{watch.run_dir} has more metrics than a run can have")
-        kind, kinds = self._kinds(job)
-        found: Study = study(watch.run_dir, kind, kinds)
-        watch.study = found
-        if found.traits is None or found.batches is None or not found.observations:
+        fitted = self._fit(job, watch.run_dir)
+        if fitted is None:
             return
+        found, _, rate, is_like = fitted
+        watch.observations = found.observations
+        watch.insight = Insight(
+            rate=rate,
+            largest=0 if is_like else rate.tried,
+            pace=watch.insight.pace,
+            pause_seconds=found.pause_seconds,
+            resize_seconds=found.resize_seconds,
+            predictions=tuple(read_predictions(watch.run_dir)),
+        )
+
+    def _fit(self, job: Job, run_dir: str) -> "tuple[Study, Traits, Hopeful, bool] | None":
+        """What a run tells, its traits and its rate, and whether one like it was seen with several sizes."""
+        from shoal.learning import learn_run, study
+
+        kind, kinds = self._kinds(job)
+        found = study(run_dir, kind, kinds)
+        if found.traits is None or found.batches is None or not found.observations:
+            return None
         expecting, is_like = self._expecting(job)
         traits = self._with_link(job, found.traits)
         model = learn_run(
-            watch.run_dir,
-            expecting,
-            traits,
-            job=_name(job),
-            now=time.time(),
-            kind=kind,
-            observations=found.observations,
+            run_dir, expecting, traits, job=_name(job), now=time.time(), kind=kind, observations=found.observations
         )
-        watch.insight = Insight(
-            rate=self._rate(model, found.batches, traits.micro_batch, found.noise, job.max_workers),
-            largest=0 if is_like else model.largest_workers,
-            pace=watch.insight.pace,
-            pause_seconds=found.pause_seconds,
-            predictions=tuple(read_predictions(watch.run_dir)),
-        )
+        most = max(job.max_workers, model.largest_workers)
+        rate = self._rate(model, found.batches, traits.micro_batch, found.noise, most)
+        return found, traits, rate, is_like
 
     def _pace(self, watch: Watch, now: float, step: int) -> Pace | None:
         """How it comes closer to its end. A script that names several ends one after the other has told of none."""
@@ -293,7 +308,7 @@ class Learner:
         if steps >= FEWEST_STEPS:
             each = seconds / steps
         else:
-            here = [seen for seen in watch.study.observations if seen.workers == watch.workers] if watch.study else []
+            here = [seen for seen in watch.observations if seen.workers == watch.workers]
             if not here:
                 return None
             each, steps = here[-1].step_seconds, FEWEST_STEPS
@@ -312,17 +327,21 @@ class Learner:
                     return Likeness(self._prior, past), len(sizes) > 1  # type: ignore[arg-type]
         return self._prior or Unknown(), False
 
-    def _rate(self, model: Any, batches: tuple[float, float], micro: float, noise: float | None, most: int) -> Rate:
+    def _rate(
+        self, model: "Throughput", batches: tuple[float, float], micro: float, noise: float | None, most: int
+    ) -> Hopeful:
         """Samples a second, as good as those of the smallest batch; worked out here, so that no decision waits."""
         from shoal.place.batching import Batching, LearnedRate
 
         batching = Batching(
             initial=batches[0], largest=batches[1], largest_micro=max(micro, 1.0), noise=max(noise or 0.0, 0.0)
         )
-        rate = LearnedRate(throughput=model, batching=batching, most_workers=max(most, 1))
+        likely = LearnedRate(throughput=model, batching=batching, most_workers=max(most, 1))
+        best = replace(likely, optimism=1.0, _tables={}, _grids={})
         for kind in {node.kind for node in self._shared.nodes}:
-            rate.ready(kind)
-        return rate
+            likely.ready(kind)
+            best.ready(kind)
+        return Hopeful(likely, best, model.largest_workers)
 
     def _kinds(self, job: Job) -> tuple[str, dict[str, str]]:
         """The kind of node that most of its workers are on, and that of each machine."""
@@ -333,7 +352,7 @@ class Learner:
         usual = max(job.kind_seconds, key=lambda kind: job.kind_seconds[kind], default="")
         return max(counts, key=lambda kind: counts[kind], default=usual), kinds
 
-    def _with_link(self, job: Job, traits: Any) -> Any:
+    def _with_link(self, job: Job, traits: "Traits") -> "Traits":
         """Its traits, with the slowest link between the nodes it is on, where that was measured."""
         links = self._links()
         rates = [rate for (one, other), rate in links.items() if one in job.allocation and other in job.allocation]
