@@ -24,7 +24,8 @@ def loss(model, batch):
     time.sleep(per_step + per_sample * len(batch[0]))
     return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
 
-shoal.Trainer(model, loss, torch.optim.SGD(model.parameters(), 0.01), (points, labels), batch_size=64).fit(steps=steps)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+shoal.Trainer(model, loss, optimizer, (points, labels), batch_size=64).fit(steps=steps)
 """
 
 

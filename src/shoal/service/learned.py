@@ -271,8 +271,10 @@ def is_settling(job: Job, settings: Settings, now: float) -> bool:
 
 
 def patience_of(jobs: Iterable[Job], settings: Settings) -> dict[str, float]:
-    """By partition, how long the goodput policy keeps an elastic job of unknown speed small: as long as measuring it may
-    take, and only where others could use the workers."""
+    """By partition, how long the goodput policy keeps an elastic job of unknown speed small.
+
+    As long as it may take to measure it, and only where others could use the workers.
+    """
     rivals: dict[str, int] = {}
     for job in jobs:
         if job.asked.is_elastic and not job.is_held and not job.is_over:
