@@ -221,7 +221,7 @@ class Dispatcher:
 
         def with_learned(job: Job, shown: Queued) -> Queued:
             step = getattr(shared.seen.get(job.number), "step", None)
-            patience = patiences.get(job.asked.partition, 0.0)
+            patience = patiences.get(job.asked.partition)
             prospects[job.number] = prospect = learned.know(job, shown.max_workers, usual, now, step, patience)
             return prospect.shown(shown, is_settling=is_settling(job, settings, now))
 

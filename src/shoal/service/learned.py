@@ -92,6 +92,8 @@ class Prospect:
 
     def shown(self, job: Queued, *, is_settling: bool = False) -> Queued:
         """The job as policies see it. While it settles it keeps its size, unless others need its workers."""
+        if self.told_by == "" and self.rate is None and not self.stop_seconds and self.max_workers == job.max_workers:
+            return job
         return replace(
             job,
             rate=None if is_settling else self.rate,
@@ -107,10 +109,14 @@ NOTHING = Insight()
 
 
 class Usual:
-    """The node that a job would usually get: the one that takes most of its workers."""
+    """The node that a job would usually get: the one that takes most of its workers. For one decision.
+
+    `fresh` is what has been found out in it of jobs that never ran.
+    """
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._nodes = nodes
+        self.fresh: dict[object, Prospect] = {}
         self._found: dict[tuple[str, float, float], tuple[str, int]] = {}
 
     def of(self, job: Job) -> tuple[str, int]:
@@ -152,19 +158,34 @@ class Learned:
         return found
 
     def know(
-        self, job: Job, most: int, usual: Usual, now: float, step: int | None = None, patience_seconds: float = 0.0
+        self, job: Job, most: int, usual: Usual, now: float, step: int | None = None, patience: float | None = None
     ) -> Prospect:
         """What is known of a job that may have `most` workers; `step` is how many its run has taken by now.
 
-        One whose speed is not known stays small until it has run for `patience_seconds`.
+        `patience` is for policies that give sizes by rates: then an elastic job gets at most twice the workers it was
+        seen with, and one whose speed is not known stays small until it has run for so many seconds.
         """
+        if job.token or job.number in self.insights:
+            return self._know(job, most, usual, now, step, patience)
+        # Of those that never ran there may be very many, and most of them are alike.
+        asked = job.asked
+        key = self.like(job), most, job.min_workers, asked.is_elastic, asked.partition, asked.time_limit_seconds
+        found = usual.fresh.get(key)
+        if found is None:
+            found = usual.fresh[key] = self._know(job, most, usual, now, step, patience)
+        return found
+
+    def _know(
+        self, job: Job, most: int, usual: Usual, now: float, step: int | None, patience: float | None
+    ) -> Prospect:
         like, insight = self.like(job), self.insights.get(job.number, NOTHING)
         rate = insight.rate or _nearest(self.rates, like, SAME_SCRIPT)
-        if insight.largest:
+        if patience is not None and job.asked.is_elastic:
             # A model is not trusted far from what it was fitted to.
-            most = max(min(most, 2 * insight.largest), job.num_wanted, job.min_workers)
-        elif rate is None and job.asked.is_elastic and seconds_run(job, now) < patience_seconds:
-            most = max(job.num_wanted, job.min_workers)
+            tried = 2 * insight.largest or most
+            if rate is None and seconds_run(job, now) < patience:
+                tried = job.min_workers
+            most = min(most, max(tried, job.num_wanted, job.min_workers))
         kind, per_node = usual.of(job)
         work, spread, told_by = self._work_left(job, like, insight.pace, rate, kind, per_node, now, step)
         pause = insight.pause_seconds
@@ -271,16 +292,18 @@ def is_settling(job: Job, settings: Settings, now: float) -> bool:
 
 
 def patience_of(jobs: Iterable[Job], settings: Settings) -> dict[str, float]:
-    """By partition, how long the goodput policy keeps an elastic job of unknown speed small.
+    """By partition, how long the goodput policy keeps an elastic job of unknown speed small; other policies never do.
 
     As long as it may take to measure it, and only where others could use the workers.
     """
+    if settings.policy != "goodput":
+        return {}
     rivals: dict[str, int] = {}
     for job in jobs:
         if job.asked.is_elastic and not job.is_held and not job.is_over:
             rivals[job.asked.partition] = rivals.get(job.asked.partition, 0) + 1
     seconds = PATIENCE_ROUNDS * (settings.round_seconds + settings.learn_seconds)
-    return {name: seconds for name, count in rivals.items() if count > 1 and settings.policy == "goodput"}
+    return {name: seconds if count > 1 else 0.0 for name, count in rivals.items()}
 
 
 def explain_waits(waits: Mapping[int, Wait], cluster: Cluster) -> dict[int, Wait]:

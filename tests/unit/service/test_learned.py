@@ -64,7 +64,7 @@ def decide(jobs: list[Job], learned: Learned, policy: str, now: float = 1000.0, 
     patience = patience_of(jobs, settings)
 
     def with_learned(job, shown):
-        known = learned.know(job, shown.max_workers, usual, now, None, patience.get("default", 0.0))
+        known = learned.know(job, shown.max_workers, usual, now, None, patience.get("default"))
         return known.shown(shown, is_settling=is_settling(job, settings, now))
 
     cluster = cluster_of(jobs, nodes, settings, {}, {}, {}, {}, now, with_learned)
@@ -112,8 +112,10 @@ def test_what_is_uncertain_is_tried_and_no_more_than_twice_of_what_was():
     known = rate({2: 1.0})
     assert known("cpu", 4, 1) > known.likely("cpu", 4, 1)
     assert known("cpu", 4, 1) <= 2 * known("cpu", 2, 1) * (1 + 1e-9)
-    prospect = Learned(insights={1: Insight(rate=known, largest=2)}).know(elastic(1, 2), 6, Usual([NODE]), 0.0)
-    assert prospect.max_workers == 4
+    learned, usual = Learned(insights={1: Insight(rate=known, largest=2)}), Usual([NODE])
+    assert learned.know(elastic(1, 2), 6, usual, 0.0, patience=0.0).max_workers == 4
+    assert learned.know(elastic(1, 2), 6, usual, 0.0).max_workers == 6, "other policies have no use for it"
+    assert learned.know(elastic(1, 2), 1, usual, 0.0, patience=0.0).max_workers == 1, "what was asked is never passed"
 
 
 # --- lengths
