@@ -12,7 +12,7 @@ from shoal.spec.errors import ShoalError
 
 MAX_ROWS = 500
 KEPT_SECONDS = 0.5
-_TICKING = ("waited_seconds", "run_seconds", "eta_seconds")
+_TICKING = ("waited_seconds", "run_seconds", "eta_seconds", "left_seconds")
 
 
 class Jobs:

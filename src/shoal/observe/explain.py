@@ -24,7 +24,7 @@ from shoal.spec.prediction import Prediction
 
 # Kinds that other parts of an explanation tell.
 _TOLD_ELSEWHERE = frozenset(
-    {"progress", "settings", "error", "run_started", "worker_started", "worker_exited", "run_ended"}
+    {"progress", "settings", "goal", "error", "run_started", "worker_started", "worker_exited", "run_ended"}
     | {"world", "worker_lost", "worker_joined", "items_done", "state_rebuilt", "thinned", "diagnosis", *KINDS}
 )
 MAX_NOTES = 12

@@ -195,6 +195,7 @@ IMPORTANT = frozenset(
     ("run_started", "run_ended", "world", "worker_lost", "worker_joined", "worker_frozen", "worker_hung", "resumed")
     + (
         "settings",
+        "goal",
         "worker_settings",
         "error",
         "alert",

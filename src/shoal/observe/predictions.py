@@ -9,11 +9,13 @@ import msgspec
 
 from shoal.observe.breakdown import median
 from shoal.observe.decoding import decode_lines
-from shoal.observe.lines import Appender
+from shoal.observe.lines import Appender, open_file
 from shoal.spec.prediction import Prediction
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Prediction)
+MAX_BYTES = 1 << 20
+"""A run has a prediction for each configuration it had: more than this is not one of ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +55,8 @@ def append_predictions(run_dir: str, predictions: Iterable[Prediction]) -> None:
 def read_predictions(run_dir: str) -> list[Prediction]:
     """All that were made of a run, in order; lines that cannot be read, or make no sense, are passed over."""
     try:
-        with open(predictions_path(run_dir), "rb") as file:
-            found = decode_lines(file.read(), _decoder)[0]
+        with open_file(predictions_path(run_dir)) as file:
+            found = decode_lines(file.read(MAX_BYTES), _decoder)[0]
     except OSError:
         return []
     return [made for made in found if made.expected_seconds > 0 and made.measured_seconds > 0 and made.spread >= 0]

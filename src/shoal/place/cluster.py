@@ -61,8 +61,9 @@ class Queued:
     `service_seconds` is what it got: workers, each counted with `ask.size`, times seconds. `run_seconds` is how long
     it ran in all, and `kind_seconds` that by kind of node. `remaining_seconds` is an estimate at `max_workers` on the
     usual node, with its relative uncertainty; None: nobody knows. `num_stops` counts preemptions and restarts,
-    `stopped_at` the last, `stop_seconds` is what one costs. `is_elastic`: it can change its size while it runs.
-    `changed_at`: when its allocation last changed.
+    `stopped_at` the last. `stop_seconds` is what stopping and starting it costs, `resize_seconds` what another size
+    does; None: as much. `is_elastic`: it can change its size while it runs. `changed_at`: when its allocation last
+    changed.
     `blocked_by` is a reason why it cannot start yet ("after JOB", "held", ...). `needs` are data and models it reads.
     `devices` are the GPUs it has; where that is not known they are counted as if it had the best fitting ones.
     """
@@ -90,6 +91,7 @@ class Queued:
     num_stops: int = 0
     stopped_at: float | None = None
     stop_seconds: float = 0.0
+    resize_seconds: float | None = None
     is_elastic: bool = False
     is_preemptible: bool = True
     is_spread: bool = False

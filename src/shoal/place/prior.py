@@ -11,7 +11,8 @@ replace them.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -45,6 +46,9 @@ FIRST_WEIGHT = 2.0
 RIDGE = 1.0
 ROUNDS = 5
 
+LIKE_SPREAD = 0.3
+"""How far two jobs that are alike may be from each other, as a logarithm of each term."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
@@ -59,8 +63,21 @@ class Traits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastJob:
+    """What a job that is over has taught.
+
+    `like` is what was known of it at submission, the coarsest first, and `name` tells it from others. `work_seconds`
+    is how long it would have taken on one worker, `pause_seconds` what it took to stop and start it, `noise` the
+    gradient noise scale in samples; None where that is not known. `batches` are the smallest and the largest it had.
+    """
+
     traits: Traits
     observations: tuple[Observation, ...]
+    name: str = ""
+    like: tuple[str, ...] = ()
+    work_seconds: float | None = None
+    pause_seconds: float | None = None
+    noise: float | None = None
+    batches: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -91,6 +108,24 @@ class Prior:
     def fit(self, traits: Traits, observations: Sequence[Observation] = ()) -> Throughput:
         """The model of a job with these traits after these observations."""
         return fit(observations, self.expect(traits), kinds=self.kinds)
+
+
+@dataclass(frozen=True, eq=False)
+class Likeness:
+    """What to expect of a job when one like it, such as the same script, has run: that it is the same, or nearly."""
+
+    prior: Prior
+    past: PastJob
+
+    @cached_property
+    def known(self) -> Throughput:
+        return self.prior.fit(self.past.traits, self.past.observations)
+
+    def fit(self, traits: Traits, observations: Sequence[Observation] = ()) -> Throughput:
+        """The model after these observations. What was expected of its traits is in that of the other already."""
+        belief = self.known.belief
+        wider = replace(belief, covariance=belief.covariance + np.eye(len(belief.mean)) * LIKE_SPREAD**2)
+        return fit(observations, wider, kinds=self.known.kinds)
 
 
 def ratios_of(kinds: Sequence[str]) -> Floats:

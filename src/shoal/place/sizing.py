@@ -91,7 +91,9 @@ def value_of(member: Member, size: int, tuning: Tuning) -> float:
     if size == member.has or not speed:
         return member.worth * speed
     seconds = min(member.left_seconds / member.speeds[size], tuning.horizon_seconds)
-    return member.worth * speed * seconds / (seconds + member.job.stop_seconds)
+    job = member.job
+    pause = job.stop_seconds if job.resize_seconds is None else job.resize_seconds
+    return member.worth * speed * seconds / (seconds + pause)
 
 
 def admit(jobs: Iterable[Queued], room: int, budgets: dict[str, int]) -> list[Queued]:

@@ -74,7 +74,8 @@ def estimate_starts(draft: Draft, waiting: Sequence[Queued]) -> dict[str, float]
             free[node.partition, True] = free.get((node.partition, True), 0) + gpus
     for name, held in draft.held.items():
         job, need = draft.jobs[name], draft.needs[name]
-        left = seconds_left(job)
+        kinds = {space.nodes[at].kind for at in held}
+        left = seconds_left(job, sum(workers for workers, _ in held.values()), len(held), min(kinds, default=""))
         for at, (workers, _) in held.items():
             partition = space.nodes[at].partition
             for has_gpu, amount in ((False, need.cores), (True, need.gpu)):
@@ -101,16 +102,25 @@ def estimate_starts(draft: Draft, waiting: Sequence[Queued]) -> dict[str, float]
         free[key] -= amount
         clocks[key] = clock
         starts[job.id] = clock - now
-        length = seconds_left(job)
+        length = seconds_left(job, job.min_workers)
         if length is not None:
             heapq.heappush(pool, (clock + length, amount))
     return starts
 
 
-def seconds_left(job: Queued) -> float | None:
-    """How long it will still run, as far as that is known: an estimate, else its time limit."""
+def seconds_left(job: Queued, workers: int = 0, nodes: int = 1, kind: str = "") -> float | None:
+    """How long it will still run, as far as that is known: an estimate, else its time limit.
+
+    An estimate is for its largest size; with `workers` it is for so many, by its rate, or as if all were as useful.
+    """
     if job.remaining_seconds is not None:
-        return max(job.remaining_seconds, 0.0)
+        left = max(job.remaining_seconds, 0.0)
+        if not workers or workers == job.max_workers:
+            return left
+        if job.rate is None:
+            return left * job.max_workers / workers
+        most, here = job.rate(kind, job.max_workers, nodes), job.rate(kind, workers, nodes)
+        return left * most / here if most > 0 and here > 0 else left
     if job.time_limit_seconds is not None:
         return max(job.time_limit_seconds - job.run_seconds, 0.0)
     return None

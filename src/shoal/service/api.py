@@ -1,6 +1,7 @@
 """The service over HTTP: addresses, what is behind them, and who stands before them."""
 
 import asyncio
+import os
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
@@ -14,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shoal.observe.predictions import read_predictions
 from shoal.place.cluster import Partition
 from shoal.service import acts, audit, people, telling
 from shoal.service.asking import MAX_TEXT, parse_workers, read_submission
@@ -22,6 +24,7 @@ from shoal.service.openapi import describe
 from shoal.service.people import ADMIN, USER, Forbidden, Person
 from shoal.service.state import Shared
 from shoal.spec.errors import ShoalError, UserError
+from shoal.spec.prediction import Prediction
 from shoal.verb_parser import unknown
 from shoal.version import __version__
 from shoal.web.answers import answer, answer_bytes, answer_error, read_body, whole
@@ -173,7 +176,7 @@ class Api:
         shared, params = self.shared, request.query_params
         owner, state, search = params.get("owner", "")[:80], params.get("state", ""), params.get("search", "")[:200]
         limit, offset = whole(params, "limit", 10_000, 1, 100_000), whole(params, "offset", 0, 0, 1 << 40)
-        now, waits, seen = shared.store.clock.now(), shared.waits, shared.seen
+        now, waits, seen, prospects = shared.store.clock.now(), shared.waits, shared.seen, shared.prospects
         jobs = list(shared.known.jobs.values())
         counts: dict[str, int] = {}
         for job in jobs:
@@ -183,7 +186,10 @@ class Api:
         found = [job for job in jobs if _fits(job, owner, state, search.casefold())]
         found.sort(key=lambda job: _order(job, waits))
         page = found[offset : offset + limit]
-        rows = [telling.tell_job(job, now, waits.get(job.number), seen.get(job.number)) for job in page]
+        rows = [
+            telling.tell_job(job, now, waits.get(job.number), seen.get(job.number), prospects.get(job.number))
+            for job in page
+        ]
         told = {"total": len(found), "counts": counts, "jobs": rows, "policy": shared.settings.policy}
         return answer(request, {**told, "problems": dict(shared.problems)})
 
@@ -192,9 +198,14 @@ class Api:
         job = shared.known.jobs.get(number) or await asyncio.to_thread(lambda: shared.reader.job(number))
         if job is None:
             raise HTTPException(404, f"There is no job {number}.")
-        told = telling.tell_job(job, shared.store.clock.now(), shared.waits.get(number), shared.seen.get(number))
+        prospect, insight = shared.prospects.get(number), shared.learned.insights.get(number)
+        told = telling.tell_job(
+            job, shared.store.clock.now(), shared.waits.get(number), shared.seen.get(number), prospect
+        )
+        made = insight.predictions if insight is not None else await asyncio.to_thread(_predictions, shared.home, job)
+        learned = telling.tell_learned(None if job.is_over else prospect, made)
         rules = shared.settings.partitions.get(job.asked.partition, Partition())
-        return answer(request, {**told, **telling.tell_more(job, request.state.person, rules)})
+        return answer(request, {**told, **telling.tell_more(job, request.state.person, rules), **learned})
 
     async def show_nodes(self, request: Request) -> Response:
         shared = self.shared
@@ -252,6 +263,11 @@ class Api:
 
     async def show_description(self, request: Request) -> Response:
         return answer(request, describe())
+
+
+def _predictions(home: str, job: Job) -> list[Prediction]:
+    """What was expected of a job that is not looked at now, from its run folder."""
+    return read_predictions(os.path.join(home, "runs", job.run_name)) if job.has_run else []
 
 
 def _raiser(error: ShoalError) -> Callable[..., dict[str, Any]]:

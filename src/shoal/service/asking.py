@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,7 +109,8 @@ def _job_numbers(word: Any, names: Mapping[str, Any]) -> list[int]:
 
 
 _FIELDS = ("args", "name", "dir", "env", "workers", "class", "priority", "partition", "account", "cores", "memory")
-_MORE = ("gpus", "disk", "kinds", "time", "after", "array", "preemptible", "max_preemptions")
+_MORE = ("gpus", "disk", "kinds", "data", "time", "after", "array", "preemptible", "max_preemptions")
+MAX_DATA = 100
 
 
 def read_asked(row: Mapping[str, Any]) -> Asked:
@@ -144,18 +145,23 @@ def read_asked(row: Mapping[str, Any]) -> Asked:
         disk_bytes=_size(row, "disk"),
         gpus=_number(row, "gpus", 0.0, 100_000.0),
         kinds=tuple(_texts(row, "kinds", 20, MAX_TEXT)),
+        data=tuple(dict.fromkeys(_data(row, folder))),
         time_limit_seconds=_time(row),
         is_preemptible=_flag(row, "preemptible", True),
         max_preemptions=_whole(row, "max_preemptions", None, 0, MAX_PRIORITY),
     )
 
 
+def script_of(args: Sequence[str]) -> str:
+    """The script or module among arguments of `shoal run`."""
+    if "--" in args and args[-1] != "--":
+        return args[list(args).index("--") + 1]
+    return next((arg for arg in args if not arg.startswith("-")), args[0])
+
+
 def default_name(args: Sequence[str]) -> str:
     """What a job is called that nobody named: its script."""
-    script = next((arg for arg in args if not arg.startswith("-")), args[0])
-    if "--" in args and args[-1] != "--":
-        script = args[list(args).index("--") + 1]
-    return clean(os.path.basename(script).removesuffix(".py"))[:60] or "job"
+    return clean(os.path.basename(script_of(args)).removesuffix(".py"))[:60] or "job"
 
 
 def check_name(name: str) -> str:
@@ -187,6 +193,16 @@ def _flag(row: Mapping[str, Any], name: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise UserError(f"{name} is {str(value)[:40]!r}.", why="it may be true or false, without quotes")
     return value
+
+
+def _data(row: Mapping[str, Any], folder: str) -> Iterator[str]:
+    """Files and folders that it reads, from the root; relative ones are in its folder."""
+    for path in _texts(row, "data", MAX_DATA, MAX_ARG_BYTES):
+        if not path or "://" in path:
+            raise UserError(
+                f"data {clean(path)[:60]!r} is not a path on a machine.", hint="for example: /data/images"
+            )
+        yield os.path.normpath(os.path.join(folder, path))
 
 
 def _size(row: Mapping[str, Any], name: str) -> int:

@@ -1,6 +1,6 @@
 """Between the queue and a policy: what the policy is shown, and what of its decisions can be done at once. Pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -8,10 +8,12 @@ from shoal.place.cluster import Allocation, Ask, Cluster, Devices, Node, Partiti
 from shoal.place.decision import Decision, Place, Stop, Wait
 from shoal.place.rules import may_be_stopped
 from shoal.service.job import FINISHED, OVER, RUNNING, STARTING, WAITING, Job, ask_of
+from shoal.service.learned import with_data
 from shoal.service.people import Person
 from shoal.service.reclaim import Lower
 from shoal.service.settings import Settings
 from shoal.service.telling import decay
+from shoal.service.transitions import kind_seconds_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,8 @@ def queued(job: Job, blocked_by: str, now: float, most: int | None = None) -> Qu
         changed_at=job.changed_at,
         service_seconds=job.service_seconds + since * job.size,
         run_seconds=job.run_seconds + since,
+        kind_seconds=kind_seconds_at(job, now),
+        needs=frozenset(asked.data),
         num_stops=job.num_stops,
         stopped_at=job.stopped_at,
         stop_seconds=USUAL_STOP_SECONDS if job.stop_seconds is None else job.stop_seconds,
@@ -119,8 +123,10 @@ def cluster_of(
     states: Mapping[int, str],
     now: float,
     promised: Promises = _NO_PROMISES,
+    learned: Callable[[Job, Queued], Queued] = lambda job, shown: shown,
 ) -> Cluster:
-    """Everything a policy decides by. `states` are those of jobs that others wait for.
+    """Everything a policy decides by. `states` are those of jobs that others wait for, and `learned` adds to each job
+    what is known of it besides what was asked.
 
     It shows what was decided, as if it had been done at once: a job that is being stopped holds nothing, one that is
     promised its nodes runs on them. So nobody else is given them meanwhile. `can_do` knows better.
@@ -135,14 +141,14 @@ def cluster_of(
             continue
         quota = people[job.owner].max_workers if job.owner in people else None
         room = None if quota is None else quota - used[job.owner] + job.num_reserved
-        view = queued(job, blocked_by(job, states, room), now, room)
+        view = learned(job, queued(job, blocked_by(job, states, room), now, room))
         rules = settings.partitions.get(job.asked.partition, Partition())
         if not may_be_stopped(job.num_preempted, job.asked.max_preemptions, rules.max_preemptions):
             view = replace(view, is_preemptible=False)
         shown.append(shown_as(job, view, promised.get(job.number)))
     return Cluster(
         now=now,
-        nodes=tuple(nodes),
+        nodes=with_data(nodes, shown),
         jobs=tuple(shown),
         partitions=settings.partitions,
         shares=settings.shares,

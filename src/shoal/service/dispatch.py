@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from shoal.place.cluster import Node
+from shoal.place.cluster import Node, Queued
 from shoal.service import acts, transitions
 from shoal.service.briefing import orders_for
 from shoal.service.deciding import (
@@ -21,6 +21,8 @@ from shoal.service.deciding import (
     usage_of,
 )
 from shoal.service.job import RUNNING, STARTING, STOPPING, WAITING, Job
+from shoal.service.learned import Prospect, Usual, explain_waits, is_settling, patience_of
+from shoal.service.learner import Learner
 from shoal.service.machines import Machines
 from shoal.service.places import JOBS
 from shoal.service.reclaim import reclaim
@@ -60,6 +62,7 @@ class Dispatcher:
         self._folder = os.path.join(shared.folder, JOBS)
         os.makedirs(self._folder, mode=0o700, exist_ok=True)
         self._machines = Machines(lambda: keeper.here(shared.home))
+        self._learner = Learner(shared, self._look_again, lambda: self._machines.links)
         self._told: dict[tuple[int, int], tuple[str, int]] = {}
         self._started: dict[tuple[int, int], float] = {}
         self._promised: dict[int, Promise] = {}
@@ -73,6 +76,7 @@ class Dispatcher:
 
     def start(self) -> None:
         self._shared.machines = self._machines.now()
+        self._learner.start()
         self._thread.start()
 
     def close(self) -> None:
@@ -80,6 +84,7 @@ class Dispatcher:
         self._is_over = True
         self._shared.woken.set()
         self._thread.join(timeout=30.0)
+        self._learner.close()
 
     def _run(self) -> None:
         while not self._is_over:
@@ -143,6 +148,9 @@ class Dispatcher:
         self._told = {key: told for key, told in self._told.items() if key in active}
         self._started = {key: at for key, at in self._started.items() if key in active}
 
+    def _look_again(self, job: Job) -> Any:
+        return self._keeper.look(self._folder, str(job.number), job.token)
+
     def _is_due(self, job: Job) -> bool:
         """Whether to start it again: a keeper takes a moment until it is seen."""
         return time.monotonic() >= self._started.get((job.number, job.token), -START_SECONDS) + START_SECONDS
@@ -178,16 +186,21 @@ class Dispatcher:
     def _write(self, number: int, move: Callable[[Change, Job], Job], token: int | None = None) -> None:
         """Change one job, as it is by then; with a token, only while that attempt is its newest."""
 
-        def change(change: Change) -> None:
+        def change(change: Change) -> Job | None:
             job = change.job(number)
-            if token is None or job.token == token:
-                after = move(change, job)
-                change.put(after)
-                _use(change, job, after, self._shared.settings.usage_half_life_seconds)
-                if after.is_over and not job.is_over:
-                    change.note("service", after.state, str(number), cause=after.cause, message=after.message[:200])
+            if token is not None and job.token != token:
+                return None
+            after = move(change, job)
+            change.put(after)
+            _use(change, job, after, self._shared.settings.usage_half_life_seconds)
+            if not after.is_over or job.is_over:
+                return None
+            change.note("service", after.state, str(number), cause=after.cause, message=after.message[:200])
+            return after
 
-        self._shared.writer.do(change).result()
+        ended = self._shared.writer.do(change).result()
+        if ended is not None:
+            self._learner.ended(ended)
 
     def _accrue(self) -> None:
         for job in [job for job in self._shared.known.jobs.values() if job.is_active]:
@@ -211,13 +224,24 @@ class Dispatcher:
         nodes, settings = shared.nodes, shared.settings
         usage = usage_of(shared.reader.usage(), now, settings.usage_half_life_seconds)
         people = shared.known.people
-        promised = still_promised(self._promised, jobs, nodes)
+        learned, usual, prospects = shared.learned, Usual(nodes), dict[int, Prospect]()
+        patiences = patience_of(jobs.values(), settings)
+
+        def with_learned(job: Job, shown: Queued) -> Queued:
+            step = getattr(shared.seen.get(job.number), "step", None)
+            patience = patiences.get(job.asked.partition)
+            prospects[job.number] = prospect = learned.know(job, shown.max_workers, usual, now, step, patience)
+            return prospect.shown(shown, is_settling=is_settling(job, settings, now))
+
+        links, promised = self._machines.links, still_promised(self._promised, jobs, nodes)
         cluster = cluster_of(
-            jobs.values(), nodes, settings, people, usage, self._machines.links, states, now, promised
+            jobs.values(), nodes, settings, people, usage, links, states, now, promised, with_learned
         )
+        shared.prospects = prospects
         policy = POLICIES[settings.policy]
         decisions, lowers = reclaim(cluster, policy(cluster), self._peaks(jobs), policy)
-        todo, shared.waits, self._promised = can_do(decisions, jobs, nodes, people, promised, now, lowers)
+        todo, waits, self._promised = can_do(decisions, jobs, nodes, people, promised, now, lowers)
+        shared.waits = explain_waits(waits, cluster)
         for each in todo:
             self._do(each)
 
@@ -247,11 +271,15 @@ class Dispatcher:
             return
         if not todo.allocation:
             self._write(job.number, lambda change, job: transitions.preempt(job, todo.why, change.now, change.wall))
-        elif job.is_active:
+            return
+        kinds = self._kinds(todo)
+        if job.is_active:
             self._write(
                 job.number,
                 lambda change, job: (
-                    transitions.change_size(job, todo.allocation, todo.devices, change.now, change.wall, todo.why)
+                    transitions.change_size(
+                        job, todo.allocation, todo.devices, change.now, change.wall, todo.why, kinds
+                    )
                     if not job.wish
                     else job
                 ),
@@ -269,6 +297,7 @@ class Dispatcher:
                         change.wall,
                         todo.why,
                         todo.memory_bytes,
+                        kinds,
                     )
                     if job.state == WAITING and not job.is_held
                     else job
@@ -278,6 +307,10 @@ class Dispatcher:
             started = self._shared.known.jobs.get(todo.number)
             if started is not None and started.state == STARTING:
                 self._start(started)
+
+    def _kinds(self, todo: Todo) -> tuple[str, ...]:
+        """The kinds of nodes that it names."""
+        return tuple(sorted({node.kind for node in self._shared.nodes if node.name in todo.allocation}))
 
     # --- settings
 

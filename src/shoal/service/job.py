@@ -23,8 +23,8 @@ class Asked:
 
     `run_args` are arguments of `shoal run`, with the script, but for the number of workers. `cores`, `memory_bytes`,
     `disk_bytes` and `gpus` are what each worker needs. `after` are jobs that must have finished well before. Of an
-    array, `array` is the number of its first job, `index` the place in it. `env` may hold secrets: it is shown to its
-    owner only. After `max_preemptions` stops it is not stopped for others any more.
+    array, `array` is the number of its first job, `index` the place in it. `data` are paths that it reads. `env` may
+    hold secrets: it is shown to its owner only. After `max_preemptions` stops it is not stopped for others any more.
     """
 
     run_args: tuple[str, ...]
@@ -42,6 +42,7 @@ class Asked:
     memory_bytes: int = 0
     gpus: float = 0.0
     kinds: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
     time_limit_seconds: float | None = None
     after: tuple[int, ...] = ()
     array: int | None = None
@@ -57,7 +58,8 @@ class Job:
 
     `token` numbers its attempts: it grows with each, in the transaction before the attempt is started, and an older
     one never starts again. `wish` is how the attempt under way is to end: `cancel`, `preempt`, `time`, or nothing.
-    `allocation` is what is reserved for it; while it shrinks, `target` is what will be left of that.
+    `allocation` is what is reserved for it; while it shrinks, `target` is what will be left of that. `node_kinds` are
+    the kinds of those nodes, `kind_seconds` how long it ran on each kind.
 
     `num_stops` counts attempts that were stopped and went on later, `num_preempted` how often it was stopped for
     others. `stop_seconds` is what that cost when it was measured last: from the order to stop until the attempt was
@@ -88,6 +90,8 @@ class Job:
     changed_at: float = 0.0
     accrued_at: float = 0.0
     stopped_at: float | None = None
+    node_kinds: tuple[str, ...] = ()
+    kind_seconds: Mapping[str, float] = field(default_factory=dict)
     run_seconds: float = 0.0
     service_seconds: float = 0.0
     num_stops: int = 0

@@ -22,6 +22,7 @@ JOB_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "gpus": (_NUMBER, "GPUs of each worker; below one a share of one"),
     "disk": ({"oneOf": [_WHOLE, _TEXT]}, 'room on the disk for each worker: bytes, or "20G"'),
     "kinds": ({"type": "array", "items": _TEXT}, "kinds of nodes it can run on; any if empty"),
+    "data": ({"type": "array", "items": _TEXT}, "files and folders it reads: nodes that have them are preferred"),
     "time": (_TEXT, 'how long it may run: "2h"'),
     "after": (
         {"type": "array", "items": {"oneOf": [_WHOLE, _TEXT]}},

@@ -26,6 +26,7 @@ class NodeLimits:
     gpus: int | None = None
     partition: str = "default"
     kind: str | None = None
+    holds: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class Settings:
     grace_seconds: float = 30.0
     is_warm: bool = True
     usage_half_life_seconds: float = 7 * 86400.0
+    learn_seconds: float = 30.0
     partitions: Mapping[str, Partition] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
     nodes: Mapping[str, NodeLimits] = field(default_factory=dict)
@@ -81,6 +83,7 @@ def parse_settings(text: str, path: str, policies: Callable[[], Mapping[str, obj
         grace_seconds=table.duration("grace", 30.0),
         is_warm=table.flag("warm", True),
         usage_half_life_seconds=table.duration("usage_half_life", 7 * 86400.0),
+        learn_seconds=table.duration("learn", 30.0),
         partitions={name: _partition(name, each) for name, each in table.tables("partitions")},
         shares=table.numbers("shares"),
         nodes={name: _limits(each) for name, each in table.tables("nodes")},
@@ -117,6 +120,7 @@ def _limits(table: "_Table") -> NodeLimits:
         gpus=table.count("gpus"),
         partition=table.text("partition", "default"),
         kind=table.text("kind", "") or None,
+        holds=frozenset(os.path.normpath(path) for path in table.texts("holds", ())),
     )
     table.check_all_read()
     return found
@@ -135,7 +139,7 @@ def apply_limits(node: Node, settings: Settings, drained: Mapping[str, str]) -> 
         if limits.disk_bytes
         else node.disk_bytes,
         partition=limits.partition,
-        holds=node.holds,
+        holds=node.holds | limits.holds,
         is_draining=node.is_draining or node.name in drained,
     )
 

@@ -9,6 +9,7 @@ from shoal.place.cluster import Cluster, Node, Queued
 from shoal.place.decision import Wait
 from shoal.service.asking import Submission, check_partition
 from shoal.service.job import Asked, ask_of
+from shoal.service.learned import Learned, Prospect
 from shoal.service.settings import Settings, apply_limits
 from shoal.service.store import Known, Reader, Store
 from shoal.service.writer import Writer
@@ -17,9 +18,10 @@ from shoal.spec.errors import UserError
 
 @dataclass(slots=True)
 class Shared:
-    """One service. The dispatcher replaces `nodes`, `seen` and `waits` whole; others read them.
+    """One service. The dispatcher replaces `nodes`, `seen`, `prospects` and `waits` whole, the learner `learned`.
 
-    `woken` is set when there is something to decide. `seen` has what keepers said last, job by job.
+    `woken` is set when there is something to decide. `seen` has what keepers said last, job by job, and `prospects`
+    what is expected of each by what was learned.
     """
 
     home: str
@@ -30,6 +32,8 @@ class Shared:
     woken: threading.Event
     machines: tuple[Node, ...] = ()
     seen: Mapping[int, Any] = field(default_factory=dict)
+    learned: Learned = field(default_factory=Learned)
+    prospects: Mapping[int, Prospect] = field(default_factory=dict)
     waits: Mapping[int, Wait] = field(default_factory=dict)
     problems: Mapping[str, str] = field(default_factory=dict)
     decided_seconds: float = 0.0

@@ -10,7 +10,7 @@ from typing import Any
 
 from shoal.service import audit
 from shoal.service.clock import Clock, Mark
-from shoal.service.job import Job, decode_job, encode_asked, encode_facts
+from shoal.service.job import FINISHED, Job, decode_job, encode_asked, encode_facts
 from shoal.service.people import Person, Token
 from shoal.service.schema import upgrade
 from shoal.spec.errors import UserError
@@ -126,6 +126,13 @@ class Reader:
         whose, values = ("AND owner = ?", (owner,)) if owner else ("", ())
         rows = self.connection.execute(
             f"{_JOB} WHERE is_over = 1 AND number < ? {whose} ORDER BY number DESC LIMIT ?", (before, *values, limit)
+        )
+        return [decode_job(*row) for row in rows]
+
+    def finished(self, limit: int) -> list[Job]:
+        """Jobs that finished well, the newest first."""
+        rows = self.connection.execute(
+            f"{_JOB} WHERE is_over = 1 AND state = ? ORDER BY number DESC LIMIT ?", (FINISHED, limit)
         )
         return [decode_job(*row) for row in rows]
 

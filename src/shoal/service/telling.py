@@ -1,16 +1,25 @@
 """What is told of jobs, nodes, people and shares: plain values for the API. Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from shoal.observe.clean import clean
+from shoal.observe.predictions import judge
 from shoal.place.cluster import Node, Partition
 from shoal.place.decision import Wait
 from shoal.service.job import Job
+from shoal.service.learned import Prospect
 from shoal.service.people import ADMIN, Person, Token
+from shoal.spec.prediction import Prediction
+
+MAX_PREDICTIONS = 20
 
 
-def tell_job(job: Job, now: float, wait: Wait | None = None, seen: Any = None) -> dict[str, Any]:
+def tell_job(
+    job: Job, now: float, wait: Wait | None = None, seen: Any = None, prospect: Prospect | None = None
+) -> dict[str, Any]:
     """A job as lists show it."""
     asked = job.asked
     since = job.changed_at if job.is_active else job.stopped_at or job.submitted_at
@@ -22,6 +31,7 @@ def tell_job(job: Job, now: float, wait: Wait | None = None, seen: Any = None) -
         "why": _why(job, wait),
         "position": wait.position if wait and not job.is_active else 0,
         "eta_seconds": wait.eta_seconds if wait and not job.is_active else None,
+        "left_seconds": prospect.left_seconds if prospect is not None and not job.is_over else None,
         "workers": _workers(job, seen),
         "min_workers": job.min_workers,
         "max_workers": job.max_workers,
@@ -82,6 +92,7 @@ def tell_more(job: Job, who: Person, rules: Partition) -> dict[str, Any]:
         "dir": asked.working_dir,
         "env": dict(asked.env) if is_theirs else dict.fromkeys(asked.env, "…"),
         "kinds": list(asked.kinds),
+        "data": list(asked.data),
         "time_limit_seconds": asked.time_limit_seconds,
         "is_preemptible": asked.is_preemptible,
         "max_preemptions": min(budgets, default=None),
@@ -89,6 +100,19 @@ def tell_more(job: Job, who: Person, rules: Partition) -> dict[str, Any]:
         "stop_seconds": job.stop_seconds,
         "attempts": job.token,
         "worker_seconds": job.service_seconds,
+    }
+
+
+def tell_learned(prospect: Prospect | None, predictions: Sequence[Prediction]) -> dict[str, Any]:
+    """How far off what is expected of a job may be and where it is from, and how well its speed was predicted."""
+    known = prospect or Prospect()
+    accuracy = judge(predictions)
+    return {
+        "left_spread": known.spread if known.left_seconds is not None else None,
+        "left_told_by": known.told_by,
+        "stop_seconds": known.stop_seconds,
+        "predictions": [msgspec.to_builtins(made) | {"error": made.error} for made in predictions[-MAX_PREDICTIONS:]],
+        "accuracy": None if accuracy is None else msgspec.to_builtins(accuracy),
     }
 
 

@@ -112,6 +112,7 @@ def start(
     wall: float = 0.0,
     why: str = "",
     memory_bytes: int | None = None,
+    kinds: tuple[str, ...] = (),
 ) -> Job:
     """Reserve nodes, and take the next token. Its keeper is started only after this is on disk.
 
@@ -129,6 +130,7 @@ def start(
         devices=dict(devices),
         target=None,
         target_devices={},
+        node_kinds=kinds,
         changed_at=now,
         accrued_at=now,
         began_at=now,
@@ -142,14 +144,21 @@ def start(
 
 
 def change_size(
-    job: Job, allocation: Allocation, devices: Devices, now: float, wall: float = 0.0, why: str = ""
+    job: Job,
+    allocation: Allocation,
+    devices: Devices,
+    now: float,
+    wall: float = 0.0,
+    why: str = "",
+    kinds: tuple[str, ...] = (),
 ) -> Job:
     """Reserve more at once, or say what is to be left: what goes is given back when its workers are gone."""
     before, after = job.num_wanted, sum(allocation.values())
     sizes = f"{before} to {after} workers"
     # The reason speaks of the sizes that were decided: where only part of it is done at once, of those.
     cause = why.partition(" workers: ")[2] or why
-    job = replace(accrue(job, now), change=f"{sizes}: {cause}" if cause else sizes, change_wall=wall)
+    told = f"{sizes}: {cause}" if cause else sizes
+    job = replace(accrue(job, now), change=told, change_wall=wall, node_kinds=kinds)
     if sum(allocation.values()) >= job.num_reserved:
         return replace(
             job, allocation=dict(allocation), devices=dict(devices), target=None, target_devices={}, changed_at=now
@@ -184,7 +193,14 @@ def accrue(job: Job, now: float) -> Job:
         accrued_at=now,
         run_seconds=job.run_seconds + seconds,
         service_seconds=job.service_seconds + seconds * job.size,
+        kind_seconds=kind_seconds_at(job, now),
     )
+
+
+def kind_seconds_at(job: Job, now: float) -> dict[str, float]:
+    """How long it has run on each kind of node, to this moment."""
+    seconds = max(now - job.accrued_at, 0.0) if job.is_active else 0.0
+    return {**job.kind_seconds, **{kind: job.kind_seconds.get(kind, 0.0) + seconds for kind in job.node_kinds}}
 
 
 def see(job: Job, seen: Sight, now: float, wall: float) -> Job:

@@ -192,5 +192,5 @@ class WarmAttempts:
     def resize(self, jobs_folder: str, job: str, token: int, num_workers: int) -> None:
         attempts.resize(jobs_folder, job, token, num_workers)
 
-    def here(self) -> Node:
-        return attempts.here()
+    def here(self, folder: str) -> Node:
+        return attempts.here(folder)

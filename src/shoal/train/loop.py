@@ -164,11 +164,12 @@ class Trainer:
                 asked=asked,
             )
             self._calls = Calls(self._team, self._course, number)
+            num_parameters = sum(value.numel() for value in self.model.parameters())
             if not self._team.is_elastic:
                 self._team.meet()
-                self._course.begin()
+                self._course.begin()  # from here on the model may be divided
             sync = type(self._team.sync).__name__ if self._team.sync else "elastic"
-            setup.record_settings(self._recorder, self.settings, origins, self.ledger, traits, sync)
+            setup.record_settings(self._recorder, self.settings, origins, self.ledger, traits, sync, num_parameters)
             self._opened = opened.pop_all()
 
     @property
@@ -203,6 +204,8 @@ class Trainer:
             if not self._team.is_elastic:  # else some come later
                 check_agreement(self._team.group, {"epochs= of fit()": epochs, "steps= of fit()": steps})
             with self._load(stop_epoch, stop_step) as batches:
+                if self.rank == 0:
+                    self._recorder.event("goal", self.place.step, num_steps=self._steps.num_steps)
                 for batch in batches:
                     self.step(batch)
             self._course.goal = goal or self.place

@@ -435,7 +435,13 @@ def _check_unused_place(store: FolderStore, created: float) -> None:
 
 
 def record_settings(
-    recorder: Recorder, settings: Settings, origins: Mapping[str, str], ledger: Ledger, traits: Traits, sync: str
+    recorder: Recorder,
+    settings: Settings,
+    origins: Mapping[str, str],
+    ledger: Ledger,
+    traits: Traits,
+    sync: str,
+    num_parameters: int,
 ) -> None:
     """Write down every value in effect and where it came from."""
     if recorder.rank != 0:
@@ -444,6 +450,7 @@ def record_settings(
     values["shards"] = {"value": ledger.num_shards, "source": origins["shards"] if settings.shards else "chosen"}
     values["threads"] = {"value": torch.get_num_threads(), "source": origins["threads"]}
     found = {"sync": sync, "is_random": traits.is_random, "changing_buffers": len(traits.changing)}
+    found |= {"parameters": num_parameters}
     values |= {name: {"value": value, "source": "found"} for name, value in found.items()}
     recorder.event("settings", None, **values)
 

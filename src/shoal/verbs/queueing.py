@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.spec.errors import UserError
@@ -40,7 +40,7 @@ def queue(argv: Sequence[str]) -> int:
     return 0
 
 
-_TITLES = ("JOB", "NAME", "OWNER", "STATE", "WORKERS", "CLASS", "PRIO", "TIME", "STARTS")
+_TITLES = ("JOB", "NAME", "OWNER", "STATE", "WORKERS", "CLASS", "PRIO", "TIME", "EXPECTED")
 
 
 def tell_queue(told: Mapping[str, Any], most: int, *, is_filtered: bool = False) -> str:
@@ -89,8 +89,17 @@ def _cells(row: Mapping[str, Any]) -> tuple[object, ...]:
         row["class"],
         row["priority"] or "",
         duration(seconds),
-        "" if row["eta_seconds"] is None else f"in {duration(row['eta_seconds'])}",
+        _expected(row),
     )
+
+
+def _expected(row: Mapping[str, Any]) -> str:
+    """When it starts, or how much of it is left."""
+    from shoal.observe.status import duration
+
+    if row["eta_seconds"] is not None:
+        return f"in {duration(row['eta_seconds'])}"
+    return f"{duration(row['left_seconds'])} left" if row["nodes"] and row["left_seconds"] is not None else ""
 
 
 def _workers(row: Mapping[str, Any]) -> str:
@@ -113,6 +122,8 @@ def tell_job(told: Mapping[str, Any]) -> str:
         "state": told["state"] + (f", number {told['position']} in line" if told["position"] else ""),
         "why": told["why"],
         "starts": "" if told["eta_seconds"] is None else f"in about {duration(told['eta_seconds'])}",
+        "left": _left(told),
+        "stopping": f"and starting again takes it {duration(told['stop_seconds'])}" if told["stop_seconds"] else "",
         "ended": told["message"] or told["cause"],
         "decided": f"{_date(told['changed'])}  {told['change']}" if told["change"] else "",
         "exit code": "" if told["exit_code"] is None else told["exit_code"],
@@ -132,7 +143,28 @@ def tell_job(told: Mapping[str, Any]) -> str:
         "folder": told["dir"],
         "run": f"{told['run']}  (`shoal logs {told['run']}`)" if told["attempts"] else "",
     }
-    return "\n".join(f"{name:9}  {one_line(value)}" for name, value in facts.items() if value != "")
+    lines = [f"{name:9}  {one_line(value)}" for name, value in facts.items() if value != ""]
+    return "\n".join([*lines, *_speed(told)])
+
+
+def _left(told: Mapping[str, Any]) -> str:
+    """How long it is expected to run still, how sure that is, and by what."""
+    from shoal.observe.status import duration
+
+    if told["left_seconds"] is None:
+        return ""
+    return f"about {duration(told['left_seconds'])} ± {told['left_spread']:.0%}, by {told['left_told_by']}"
+
+
+def _speed(told: Mapping[str, Any]) -> Iterator[str]:
+    """What was expected of each size before it had it, and what it was."""
+    from shoal.observe.finding import ms
+
+    for made in told["predictions"]:
+        size = f"{made['workers']} worker{'s' * (made['workers'] != 1)}"
+        where = f" on {made['nodes']} nodes" if made["nodes"] > 1 else ""
+        expected = f"a step was expected to take {ms(made['expected_seconds'])} ± {made['spread']:.0%}"
+        yield f"speed      {size}{where}: {expected}, and took {ms(made['measured_seconds'])}"
 
 
 def _stops(told: Mapping[str, Any]) -> str:

@@ -32,6 +32,14 @@ _QUEUE_OPTIONS: Options = (
     (("--gpus",), {"metavar": "N", "help": "GPUs of each worker; below 1 a share of one"}),
     (("--disk",), {"metavar": "SIZE", "help": "room on the disk for each worker, such as 20G"}),
     (("--kind",), {"metavar": "NAME", "action": "append", "help": "a kind of node it can run on; may be repeated"}),
+    (
+        ("--data",),
+        {
+            "metavar": "PATH",
+            "action": "append",
+            "help": "what it reads: machines that have it go first; may be repeated",
+        },
+    ),
     (("--time",), {"metavar": "TIME", "help": "how long it may run, such as 90s, 45m, 2h or 1d"}),
     (
         ("--after",),
@@ -56,6 +64,7 @@ _FIELDS = {
     "disk": "disk",
     "time": "time",
     "kind": "kinds",
+    "data": "data",
 }
 _NUMBERS = {"priority": int, "array": int, "max_preemptions": int, "cores": float, "gpus": float}
 

@@ -108,6 +108,7 @@ ROW = {
     "state": "waiting",
     "position": 2,
     "eta_seconds": 240.0,
+    "left_seconds": 90.0,
     "why": "",
     "message": "",
     "min_workers": 1,
