@@ -226,6 +226,9 @@ def test_other_gpus_of_the_same_node_mean_another_start():
     other = Place(job="1", allocation={"a": 3}, devices={"a": (1, 2, 3)})
     (todo,), _, _ = can_do([other], {1: elastic}, nodes, {})
     assert todo.allocation == {}
+    first = Place(job="1", allocation={"a": 3}, devices={"a": (0, 2, 3)})
+    (todo,), _, _ = can_do([first], {1: elastic}, nodes, {})
+    assert (todo.allocation, todo.devices) == ({"a": 1}, {"a": (0,)}), "it goes on with the one that stays"
 
 
 # --- decisions that take effect: policy, deciding and jobs together
