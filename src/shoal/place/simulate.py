@@ -12,6 +12,7 @@ from typing import Protocol
 
 from shoal.place.cluster import Allocation, Cluster, Devices, Node, Partition, Queued
 from shoal.place.decision import Decision, Place, Stop
+from shoal.place.rules import may_be_stopped
 from shoal.spec.errors import UserError
 
 Policy = Callable[[Cluster], list[Decision]]
@@ -94,6 +95,7 @@ class _Live:
 
     work: Work
     base: Queued
+    max_stops: int | None = None
     allocation: Allocation = field(default_factory=dict)
     devices: Devices = field(default_factory=dict)
     kinds: dict[str, int] = field(default_factory=dict)
@@ -108,8 +110,10 @@ class _Live:
     num_stops: int = 0
 
     def view(self) -> Queued:
+        seen = self.work.seen()
         return replace(
-            self.work.seen(),
+            seen,
+            is_preemptible=seen.is_preemptible and may_be_stopped(self.num_stops, self.max_stops),
             allocation=self.allocation,
             devices=self.devices,
             changed_at=self.changed_at,
@@ -159,7 +163,11 @@ class Simulation:
         self.policy, self.setting, self.clock = policy, setting, clock
         self.nodes = {node.name: node for node in setting.nodes}
         coming = [(job.seen(), job) for job in work]
-        self.coming = [(seen.submitted_at, number, _Live(job, seen)) for number, (seen, job) in enumerate(coming)]
+        budgets = {name: rules.max_preemptions for name, rules in setting.partitions.items()}
+        self.coming = [
+            (seen.submitted_at, number, _Live(job, seen, budgets.get(seen.partition)))
+            for number, (seen, job) in enumerate(coming)
+        ]
         heapq.heapify(self.coming)
         self.num_jobs = len(self.coming)
         self.live: dict[str, _Live] = {}
