@@ -43,7 +43,7 @@ def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
                 found[name]["clusters"] += 1
             seed += width
             say(f"promises: {sum(counts['events'] for counts in found.values())} events, none broke a promise")
-    names = (
+    columns = (
         "events",
         "clusters",
         "starts",
