@@ -10,7 +10,7 @@ import pytest
 from served import serving
 
 IMPATIENT = """
-import shoal.service.reclaim as reclaim
+import shoal.place.reclaim as reclaim
 from shoal.place.rules import Rules
 reclaim.LONG_SECONDS, reclaim.USUAL = 2.0, Rules(quantum_seconds=1.0, stop_costs=0.01)
 """

@@ -58,11 +58,6 @@ def tier_of(job: Queued) -> Tier:
     return CLASS_RANK.get(job.job_class, 0), job.priority
 
 
-def may_be_stopped(num_preempted: int, *budgets: int | None) -> bool:
-    """Whether a job that was stopped so often for others may be stopped once more. A budget of None has no end."""
-    return all(budget is None or num_preempted < budget for budget in budgets)
-
-
 def is_due(job: Queued, now: float, rules: Rules) -> bool:
     """Whether a peer may stop it: it had its turn, and was not just started or changed."""
     if now - job.changed_at < rules.quantum_seconds:

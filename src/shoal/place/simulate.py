@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from shoal.place.cluster import Allocation, Cluster, Devices, Node, Partition, Queued
+from shoal.place.cluster import Allocation, Cluster, Devices, Node, Partition, Queued, may_be_stopped
 from shoal.place.decision import Decision, Place, Stop
-from shoal.place.rules import may_be_stopped
 from shoal.spec.errors import UserError
 
 Policy = Callable[[Cluster], list[Decision]]

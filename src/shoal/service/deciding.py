@@ -4,12 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from shoal.place.cluster import Allocation, Ask, Cluster, Devices, Node, Partition, Queued
-from shoal.place.decision import Decision, Place, Stop, Wait
-from shoal.place.rules import may_be_stopped
+from shoal.place.cluster import Allocation, Ask, Cluster, Devices, Node, Partition, Queued, may_be_stopped
+from shoal.place.decision import Decision, Lower, Place, Stop, Wait
 from shoal.service.job import FINISHED, OVER, RUNNING, STARTING, WAITING, Job, ask_of
 from shoal.service.people import Person
-from shoal.service.reclaim import Lower
 from shoal.service.settings import Settings
 from shoal.service.telling import decay
 

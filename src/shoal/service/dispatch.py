@@ -23,7 +23,6 @@ from shoal.service.deciding import (
 from shoal.service.job import RUNNING, STARTING, STOPPING, WAITING, Job
 from shoal.service.machines import Machines
 from shoal.service.places import JOBS
-from shoal.service.reclaim import reclaim
 from shoal.service.settings import FILE, read_settings
 from shoal.service.state import Shared
 from shoal.service.telling import decay
@@ -197,6 +196,7 @@ class Dispatcher:
 
     def _decide(self) -> None:
         from shoal.place.policies import POLICIES
+        from shoal.place.reclaim import reclaim
 
         shared, now = self._shared, self._shared.store.clock.now()
         jobs = dict(shared.known.jobs)

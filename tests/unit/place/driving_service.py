@@ -13,17 +13,16 @@ from types import SimpleNamespace
 from driving import GIB, QUANTUM, check_capacity, check_nobody_waits_beside_room
 
 from shoal.place.batching import Batching, LearnedRate
-from shoal.place.cluster import CLASSES, Ask, Cluster, Node, Partition, Queued, Rate
+from shoal.place.cluster import CLASSES, Ask, Cluster, Node, Partition, Queued, Rate, may_be_stopped
 from shoal.place.kinds import Sorts
 from shoal.place.policies import POLICIES
-from shoal.place.rules import may_be_stopped
+from shoal.place.reclaim import reclaim
 from shoal.place.throughput import Observation, fit
 from shoal.service import transitions
 from shoal.service.deciding import Promise, Todo, can_do, cluster_of, still_promised
 from shoal.service.job import RUNNING, STARTING, STOPPING, WAITING, Asked, Job
 from shoal.service.orders import Seen
 from shoal.service.people import Person
-from shoal.service.reclaim import reclaim
 from shoal.service.settings import Settings
 
 KINDS = ("a", "b")

@@ -8,6 +8,7 @@ import pytest
 from shoal.place.cluster import CLASSES, Cluster, Node, Partition
 from shoal.place.decision import Decision, Place, Stop, Wait
 from shoal.place.policies import POLICIES
+from shoal.place.reclaim import reclaim
 from shoal.service import transitions
 from shoal.service.deciding import (
     Promise,
@@ -22,7 +23,6 @@ from shoal.service.deciding import (
 from shoal.service.job import Asked, Job
 from shoal.service.orders import Seen
 from shoal.service.people import Person
-from shoal.service.reclaim import reclaim
 from shoal.service.settings import Settings
 from shoal.service.transitions import change_size, start, stop
 
