@@ -33,15 +33,12 @@ def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
     first = seed = int(os.environ.get("SHOAL_TEST_FIRST_SEED", "1000"))
     until = time.monotonic() + float(os.environ.get("SHOAL_TEST_SECONDS", "inf"))
     found: dict[str, Counter[str]] = {name: Counter() for name in sorted(POLICIES)}
-    width = 1 if is_quick else 4
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         while sum(counts["events"] for counts in found.values()) < wanted and time.monotonic() < until:
-            names = list(found) * width
-            seeds = [at for at in range(seed, seed + width) for _ in found]
-            for name, counts in zip(names, pool.map(drive_service, names, seeds, repeat(each)), strict=True):
+            for name, counts in zip(found, pool.map(drive_service, found, repeat(seed), repeat(each)), strict=True):
                 found[name].update(counts)
                 found[name]["clusters"] += 1
-            seed += width
+            seed += 1
             say(f"promises: {sum(counts['events'] for counts in found.values())} events, none broke a promise")
     columns = (
         "events",
