@@ -12,6 +12,8 @@ import os
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +30,17 @@ def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
 
     wanted = len(POLICIES) * QUICK_EVENTS if is_quick else int(os.environ.get("SHOAL_TEST_EVENTS", "1000000"))
     each = QUICK_EVENTS if is_quick else EVENTS_A_SEED
-    first = int(os.environ.get("SHOAL_TEST_FIRST_SEED", "1000"))
+    first = seed = int(os.environ.get("SHOAL_TEST_FIRST_SEED", "1000"))
     until = time.monotonic() + float(os.environ.get("SHOAL_TEST_SECONDS", "inf"))
     found: dict[str, Counter[str]] = {name: Counter() for name in sorted(POLICIES)}
-    seed = first
-    while sum(counts["events"] for counts in found.values()) < wanted and time.monotonic() < until:
-        for name, counts in found.items():
-            counts.update(drive_service(name, seed, each))
-            counts["clusters"] += 1
-        seed += 1
-        say(f"promises: {sum(counts['events'] for counts in found.values())} events, none broke a promise")
-    names = (
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        while sum(counts["events"] for counts in found.values()) < wanted and time.monotonic() < until:
+            for name, counts in zip(found, pool.map(drive_service, found, repeat(seed), repeat(each)), strict=True):
+                found[name].update(counts)
+                found[name]["clusters"] += 1
+            seed += 1
+            say(f"promises: {sum(counts['events'] for counts in found.values())} events, none broke a promise")
+    columns = (
         "events",
         "clusters",
         "starts",
@@ -50,7 +52,7 @@ def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
         "failed",
         "cancelled",
     )
-    rows = [{"policy": policy, **{name: counts[name] for name in names}} for policy, counts in found.items()]
+    rows = [{"policy": policy, **{name: counts[name] for name in columns}} for policy, counts in found.items()]
     total = sum(row["events"] for row in rows)
     notes = [f"{total} events of {wanted} asked for, seeds {first} to {seed - 1}; no promise was broken"]
     return {"rows": rows, "num_events": total, "num_broken": 0, "notes": notes}

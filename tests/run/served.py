@@ -17,8 +17,8 @@ from shoal.service.places import read_up, service_folder
 class Daemon:
     """The service of one home. Its port and its token are found in its files, as everybody finds them."""
 
-    def __init__(self, home: Path, host: str = "127.0.0.1") -> None:
-        self.home, self.host = home, host
+    def __init__(self, home: Path, host: str = "127.0.0.1", before: str = "") -> None:
+        self.home, self.host, self.before = home, host, before
         self.folder = service_folder(str(home))
         self.process: subprocess.Popen[bytes] | None = None
         with socket.create_server((host, 0)) as free:
@@ -28,7 +28,9 @@ class Daemon:
         """Start it; it is not up yet when this returns."""
         log = open(self.home / "service.log", "ab")  # noqa: SIM115 - closed below
         with log:
-            command = [sys.executable, "-m", "shoal.service.daemon", str(self.home), self.host, str(self._port)]
+            code = f"{self.before}\nimport sys\nfrom shoal.service.daemon import main\nsys.exit(main(sys.argv[1:]))"
+            how = ["-c", code] if self.before else ["-m", "shoal.service.daemon"]
+            command = [sys.executable, *how, str(self.home), self.host, str(self._port)]
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def wait_up(self, seconds: float = 60.0) -> None:
@@ -60,10 +62,10 @@ class Daemon:
 
 
 @contextlib.contextmanager
-def serving(home: Path, host: str = "127.0.0.1") -> Iterator[Daemon]:
-    """A service that is up. Whatever it started is ended with it."""
+def serving(home: Path, host: str = "127.0.0.1", before: str = "") -> Iterator[Daemon]:
+    """A service that is up, in a process that ran the code `before`. Whatever it started is ended with it."""
     os.makedirs(home, exist_ok=True)
-    daemon = Daemon(home, host)
+    daemon = Daemon(home, host, before)
     daemon.start()
     try:
         daemon.wait_up()

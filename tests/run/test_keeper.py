@@ -26,6 +26,12 @@ HOG = (
     STORY
     + "block = bytearray(%d << 20)\nfor at in range(0, len(block), 4096): block[at] = 1\nimport time\ntime.sleep(60)"
 )
+UNEVEN = """
+import os, time
+block = bytearray((200 if os.environ["RANK"] == "0" else 20) << 20)
+for at in range(0, len(block), 4096): block[at] = 1
+time.sleep(60)
+"""
 TRAINING = """
     import sys, time
     import torch
@@ -159,6 +165,14 @@ def test_who_takes_too_much_is_named_and_a_neighbour_goes_on(home: Path) -> None
     assert "0.25 GiB" in seen.message
     assert "memory" in seen.limits
     assert look(jobs_of(home), "good", 1).is_alive
+
+
+def test_what_the_largest_worker_used_is_told_beside_what_all_used(home: Path) -> None:
+    start(jobs_of(home), orders(home, UNEVEN, num_workers=2, min_workers=2, max_workers=2))
+    wait_until(lambda: look(jobs_of(home), "7", 1).peak_memory_bytes > 230 << 20)
+    seen = look(jobs_of(home), "7", 1)
+    assert 200 << 20 < seen.worker_peak_bytes < seen.peak_memory_bytes - (20 << 20)
+    stop(jobs_of(home), "7", 1, "cancel")
 
 
 @pytest.mark.slow

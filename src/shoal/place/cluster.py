@@ -128,6 +128,11 @@ class Partition:
     classes: frozenset[str] = frozenset(CLASSES)
 
 
+def may_be_stopped(num_preempted: int, *budgets: int | None) -> bool:
+    """Whether a job that was stopped so often for others may be stopped once more. A budget of None has no end."""
+    return all(budget is None or num_preempted < budget for budget in budgets)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Everything at one moment. `shares` are weights of accounts ("lab", "lab/alice"), 1 where none is given;

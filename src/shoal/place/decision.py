@@ -36,4 +36,13 @@ class Wait:
     eta_seconds: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lower:
+    """A running job that is to save, stop, and go on where it is with this much memory for each worker."""
+
+    job: str
+    memory_bytes: int
+    why: str
+
+
 Decision = Place | Stop | Wait

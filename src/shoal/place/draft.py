@@ -33,7 +33,7 @@ class Draft:
     cluster: Cluster
     free: Finder
     jobs: Mapping[str, Queued]
-    needs: Mapping[str, Need]
+    needs: dict[str, Need]
     partitions: Mapping[str, Partition]
     held: dict[str, Held] = field(default_factory=dict)
     exposed: dict[str, Held] = field(default_factory=dict)

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.place.cluster import Cluster, Node, Queued
+from shoal.place.cluster import Ask, Cluster, Node, Queued
 from shoal.place.decision import Decision, Place, Wait
 from shoal.place.rules import USUAL, Rules, fill, is_due, tier_of, waited_seconds
+from shoal.place.space import Space, need_of
 from shoal.place.waiting import seconds_left
 
 Floats = NDArray[np.float64]
@@ -44,13 +45,20 @@ def fill_kinds(
     # Who has a kind goes before who has none: else those who are left out would hold what others were given.
     order = sorted(order, key=lambda job: job.id not in kinds)
     here = {job.id: sorts.kind_now(job) for job in order if job.allocation}
+    asked = {job.id: job for job in order}
     stay: set[str] = set()
     for attempt in range(MAX_TRIES + 1):
         moving = {name for name, now in here.items() if name in kinds and kinds[name] != now and name not in stay}
         if attempt == MAX_TRIES:
             moving = set()
         views = [_view(cluster.now, sorts, job, kinds.get(job.id, ""), job.id in moving) for job in order]
-        decisions = fill(replace(cluster, jobs=tuple(views)), views, rules=rules, stops_peers=stops_peers)
+        decisions = fill(
+            replace(cluster, jobs=tuple(views)),
+            views,
+            rules=rules,
+            stops_peers=stops_peers,
+            elsewhere=lambda view: sorts.elsewhere(asked[view.id]),
+        )
         # Who was to move and found no room keeps its place, and all is looked at again.
         lost = {item.job for item in decisions if isinstance(item, Wait) and item.job in moving}
         if not lost:
@@ -67,7 +75,13 @@ class Sorts:
     """What kinds of nodes there are, looked up once for all jobs."""
 
     def __init__(self, nodes: Iterable[Node]) -> None:
+        nodes = tuple(nodes)
         self.kind_of = {node.name: node.kind for node in nodes}
+        self.kinds = sorted(set(self.kind_of.values()))
+        self.spaces = {
+            name: Space([node for node in nodes if node.partition == name]) for name in {n.partition for n in nodes}
+        }
+        self.known: dict[tuple[Ask, str, int], frozenset[str]] = {}
         self.widths: dict[str, dict[str, tuple[int, int]]] = {}
         """Partition -> kind -> GPUs and cores of its largest node."""
         for node in nodes:
@@ -82,6 +96,32 @@ class Sorts:
             if workers and name in self.kind_of:
                 kinds[self.kind_of[name]] = kinds.get(self.kind_of[name], 0) + workers
         return max(kinds, key=lambda kind: (kinds[kind], kind), default="")
+
+    def alone(self, job: Queued) -> frozenset[str]:
+        """Kinds of its partition on which all its workers would fit together, were nothing else running."""
+        key = (job.ask, job.partition, job.min_workers)
+        if key not in self.known:
+            space = self.spaces.get(job.partition)
+            found = set()
+            if space is not None:
+                counts = space.counts(need_of(job.ask), slice(None))
+                rooms = np.bincount(space.kind, counts, len(space.kinds))
+                found = {kind for kind, room in zip(space.kinds, rooms, strict=True) if room >= job.min_workers}
+            self.known[key] = frozenset(kind for kind in found if not job.ask.kinds or kind in job.ask.kinds)
+        return self.known[key]
+
+    def elsewhere(self, job: Queued) -> list[frozenset[str]]:
+        """Where else it may run if there is no room on the kind that suits it: one kind after the other, the fastest
+        first; all of them together if it has one worker, or if none alone has room for all of its workers."""
+        rates = {
+            kind: 1.0 if job.rate is None else job.rate(kind, job.min_workers, 1)
+            for kind in self.kinds
+            if not job.ask.kinds or kind in job.ask.kinds
+        }
+        able = sorted((kind for kind, rate in rates.items() if rate > 0), key=lambda kind: -rates[kind])
+        if job.max_workers == 1 or not self.alone(job):
+            return [frozenset(able)] if able else []
+        return [frozenset({kind}) for kind in able]
 
     def speeds_of(self, job: Queued) -> dict[str, float]:
         """How fast it is on each kind it may use in its partition, as a part of the fastest; 1 where nobody knows."""
@@ -108,7 +148,8 @@ def can_move(cluster: Cluster, job: Queued, rules: Rules) -> bool:
 def _view(now: float, sorts: Sorts, job: Queued, kind: str, moves: bool) -> Queued:
     """The job as `fill` shall see it: bound to its kind, and not running where it has to move.
 
-    Who was left out runs where it runs, or may start on any kind; several workers of one job stay on one kind.
+    Who was left out runs where it runs, or may start on any kind; several workers of one job stay on one kind, if
+    there is one that has room for all.
     """
     if kind:
         view = replace(job, ask=replace(job.ask, kinds=frozenset({kind})))
@@ -117,8 +158,8 @@ def _view(now: float, sorts: Sorts, job: Queued, kind: str, moves: bool) -> Queu
     able = {name for name, speed in speeds.items() if speed > 0}
     if job.allocation or not able:
         able &= {sorts.kind_now(job)}
-    elif job.max_workers > 1:
-        able = {max(able, key=lambda name: (speeds[name], name))}
+    elif job.max_workers > 1 and able & sorts.alone(job):
+        able = {max(able & sorts.alone(job), key=lambda name: (speeds[name], name))}
     return replace(job, ask=replace(job.ask, kinds=frozenset(able))) if able else job
 
 
@@ -217,7 +258,8 @@ class _Pool:
         return placed
 
     def _row(self, job: Queued, kinds: Sequence[str]) -> list[float]:
-        speeds = self.sorts.speeds_of(job)
+        alone = self.sorts.alone(job)
+        speeds = {kind: speed for kind, speed in self.sorts.speeds_of(job).items() if kind in alone}
         now = self.sorts.kind_now(job) if job.allocation else ""
         stays = MOVE_GAIN if job.stop_seconds > 0 else 1.0
         return [speeds.get(kind, 0.0) * (stays if kind == now else 1.0) for kind in kinds]

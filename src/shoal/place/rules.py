@@ -12,8 +12,8 @@ A policy says in which order peers go. `fill` does the rest, and keeps these pro
 """
 
 import heapq
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -58,11 +58,6 @@ def tier_of(job: Queued) -> Tier:
     return CLASS_RANK.get(job.job_class, 0), job.priority
 
 
-def may_be_stopped(num_preempted: int, *budgets: int | None) -> bool:
-    """Whether a job that was stopped so often for others may be stopped once more. A budget of None has no end."""
-    return all(budget is None or num_preempted < budget for budget in budgets)
-
-
 def is_due(job: Queued, now: float, rules: Rules) -> bool:
     """Whether a peer may stop it: it had its turn, and was not just started or changed."""
     if now - job.changed_at < rules.quantum_seconds:
@@ -80,18 +75,25 @@ def waited_seconds(job: Queued, now: float) -> float:
 
 
 def fill(
-    cluster: Cluster, order: Sequence[Queued], *, rules: Rules = USUAL, stops_peers: bool = True
+    cluster: Cluster,
+    order: Sequence[Queued],
+    *,
+    rules: Rules = USUAL,
+    stops_peers: bool = True,
+    elsewhere: Callable[[Queued], list[frozenset[str]]] | None = None,
 ) -> list[Decision]:
     """Run the jobs of `order` from its front, as far as there is room, and say of the others why they wait.
 
     `order` is the policy's; class and priority go before it. Running jobs keep their place unless somebody before
     them needs it. With `stops_peers`, one that stands earlier stops peers behind it; without, only after it waited
-    `patience_seconds`.
+    `patience_seconds`. `elsewhere` are kinds of nodes on which a job may run when there is no room on those it names.
     """
     walk = Walk(cluster, order, rules, stops_peers)
     walk.serve_owners()
     walk.serve_borrowers()
     walk.retry()
+    if elsewhere is not None:
+        walk.spill(elsewhere)
     walk.grow()
     return walk.draft.decisions() + walk.waits()
 
@@ -174,6 +176,24 @@ class Walk:
             for job in self.order:
                 if job.id not in self.draft.held:
                     self._serve(job, zones_of(job, self.draft.partitions)[1], may_stop=False)
+
+    def spill(self, elsewhere: Callable[[Queued], list[frozenset[str]]]) -> None:
+        """What is free goes to those who still wait, though other kinds would suit them better."""
+        draft = self.draft
+        for job in self.order:
+            if job.id in draft.held or job.blocked_by:
+                continue
+            told, zone = draft.needs[job.id], zones_of(job, draft.partitions)[1]
+            for kinds in elsewhere(job):
+                need = draft.needs[job.id] = replace(told, kinds=kinds)
+                self._serve(job, zone, may_stop=False)
+                if job.id in draft.held:
+                    break
+                if int(draft.free.row(need, zone).counts.sum()) >= job.min_workers:
+                    # There is room that it is kept from: this is what it has to be told.
+                    told = need
+            else:
+                draft.needs[job.id] = told
 
     def grow(self, but: Container[str] = ()) -> None:
         """Give what is left to those who can use more: the smallest for its weight first, in pieces."""

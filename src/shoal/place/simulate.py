@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shoal.place.cluster import Allocation, Cluster, Devices, Node, Partition, Queued
+from shoal.place.cluster import Allocation, Cluster, Devices, Node, Partition, Queued, may_be_stopped
 from shoal.place.decision import Decision, Place, Stop
 from shoal.spec.errors import UserError
 
@@ -94,6 +94,7 @@ class _Live:
 
     work: Work
     base: Queued
+    max_stops: int | None = None
     allocation: Allocation = field(default_factory=dict)
     devices: Devices = field(default_factory=dict)
     kinds: dict[str, int] = field(default_factory=dict)
@@ -108,7 +109,9 @@ class _Live:
     num_stops: int = 0
 
     def view(self) -> Queued:
-        return self.work.seen().having(
+        seen = self.work.seen()
+        return seen.having(
+            is_preemptible=seen.is_preemptible and may_be_stopped(self.num_stops, self.max_stops),
             allocation=self.allocation,
             devices=self.devices,
             changed_at=self.changed_at,
@@ -159,7 +162,11 @@ class Simulation:
         self.nodes = {node.name: node for node in setting.nodes}
         coming = [(job.seen(), job) for job in work]
         _check_kinds([seen for seen, _ in coming], {node.kind for node in setting.nodes})
-        self.coming = [(seen.submitted_at, number, _Live(job, seen)) for number, (seen, job) in enumerate(coming)]
+        budgets = {name: rules.max_preemptions for name, rules in setting.partitions.items()}
+        self.coming = [
+            (seen.submitted_at, number, _Live(job, seen, budgets.get(seen.partition)))
+            for number, (seen, job) in enumerate(coming)
+        ]
         heapq.heapify(self.coming)
         self.num_jobs = len(self.coming)
         self.live: dict[str, _Live] = {}

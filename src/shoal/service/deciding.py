@@ -4,13 +4,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from shoal.place.cluster import Allocation, Ask, Cluster, Devices, Node, Partition, Queued
-from shoal.place.decision import Decision, Place, Stop, Wait
-from shoal.place.rules import may_be_stopped
+from shoal.place.cluster import Allocation, Ask, Cluster, Devices, Node, Partition, Queued, may_be_stopped
+from shoal.place.decision import Decision, Lower, Place, Stop, Wait
 from shoal.service.job import FINISHED, OVER, RUNNING, STARTING, WAITING, Job, ask_of
 from shoal.service.learned import with_data
 from shoal.service.people import Person
-from shoal.service.reclaim import Lower
 from shoal.service.settings import Settings
 from shoal.service.telling import decay
 from shoal.service.transitions import kind_seconds_at
@@ -272,16 +270,14 @@ class _Turn:
     def change(self, job: Job, place: Place) -> None:
         """Another size for one that runs, as far as it can go on with it. Else it is stopped, to start there."""
         had, devices = held_by(job)
-        shared = {name: min(had[name], workers) for name, workers in place.allocation.items() if name in had}
-        both = Place(job=place.job, allocation=shared, devices=_first(devices, had, shared), why=place.why)
-        is_same = all(_is_within(both.devices.get(name, ()), place.devices.get(name, ())) for name in shared)
-        wanted = sum(place.allocation.values())
-        if is_same and shared == had:
-            if wanted > sum(had.values()) and job.asked.is_elastic:
+        both = _in_common(had, devices, place)
+        if both == had:
+            if sum(place.allocation.values()) > sum(had.values()) and job.asked.is_elastic:
                 self.grow(job, place)
-        elif is_same and job.asked.is_elastic and sum(shared.values()) >= job.min_workers:
+        elif job.asked.is_elastic and sum(both.values()) >= job.min_workers:
             # What it is to have elsewhere it gets by a later decision: it goes on meanwhile.
-            self.todo.append(_todo(job, both if shared != place.allocation else place))
+            smaller = Place(job=place.job, allocation=both, devices=_first(devices, had, both), why=place.why)
+            self.todo.append(_todo(job, smaller))
             self.leaving.add(job.number)
         elif job.asked.is_preemptible and job.state == RUNNING:
             self.stop(job, place.why)
@@ -424,6 +420,18 @@ def _first(devices: Devices, had: Allocation, keep: Allocation) -> dict[str, tup
         for name, workers in keep.items()
         if devices.get(name)
     }
+
+
+def _in_common(had: Allocation, devices: Devices, place: Place) -> dict[str, int]:
+    """How many of its first workers on each node a job keeps there, with the GPUs they have."""
+    common = {}
+    for name, workers in place.allocation.items():
+        count, own = min(had.get(name, 0), workers), devices.get(name, ())
+        while count and not _is_within(own[: len(own) // had[name] * count], place.devices.get(name, own)):
+            count -= 1
+        if count:
+            common[name] = count
+    return common
 
 
 def _is_within(part: Sequence[int], whole: Sequence[int]) -> bool:

@@ -25,7 +25,6 @@ from shoal.service.learned import Prospect, Usual, explain_waits, is_settling, p
 from shoal.service.learner import Learner
 from shoal.service.machines import Machines
 from shoal.service.places import JOBS
-from shoal.service.reclaim import reclaim
 from shoal.service.settings import FILE, read_settings
 from shoal.service.state import Shared
 from shoal.service.telling import decay
@@ -210,6 +209,7 @@ class Dispatcher:
 
     def _decide(self) -> None:
         from shoal.place.policies import POLICIES
+        from shoal.place.reclaim import reclaim
 
         shared, now = self._shared, self._shared.store.clock.now()
         jobs = dict(shared.known.jobs)

@@ -13,16 +13,16 @@ from types import SimpleNamespace
 from driving import GIB, QUANTUM, check_capacity, check_nobody_waits_beside_room
 
 from shoal.place.batching import Batching, LearnedRate
-from shoal.place.cluster import CLASSES, Cluster, Node, Partition, Queued, Rate
+from shoal.place.cluster import CLASSES, Ask, Cluster, Node, Partition, Queued, Rate, may_be_stopped
+from shoal.place.kinds import Sorts
 from shoal.place.policies import POLICIES
-from shoal.place.rules import may_be_stopped
+from shoal.place.reclaim import reclaim
 from shoal.place.throughput import Observation, fit
 from shoal.service import transitions
 from shoal.service.deciding import Promise, Todo, can_do, cluster_of, still_promised
 from shoal.service.job import RUNNING, STARTING, STOPPING, WAITING, Asked, Job
 from shoal.service.orders import Seen
 from shoal.service.people import Person
-from shoal.service.reclaim import reclaim
 from shoal.service.settings import Settings
 
 KINDS = ("a", "b")
@@ -331,16 +331,15 @@ class Service:
             check_capacity(self.as_drive(cluster))
         held = {view.id: view for view in before.jobs}
         for view in after.jobs:
-            had = held[view.id].num_workers if view.id in held else 0
-            if view.num_workers > had:
-                self.check_gain(view, after)
+            if view.num_workers > held[view.id].num_workers:
+                self.check_gain(view, held[view.id], after)
 
-    def check_gain(self, job: Queued, cluster: Cluster) -> None:
+    def check_gain(self, job: Queued, before: Queued, cluster: Cluster) -> None:
         """Who got more than it had may have it."""
         nodes = {node.name: node for node in cluster.nodes}
         rules = self.settings.partitions.get(job.partition, Partition(name=job.partition))
         mine = [other for other in cluster.jobs if (other.partition, other.owner) == (job.partition, job.owner)]
-        assert job.min_workers <= job.num_workers <= job.max_workers, ("gang", job)
+        assert before.min_workers <= job.num_workers <= before.max_workers, ("gang", job)
         assert job.job_class in rules.classes, ("class", job)
         assert job.num_workers <= (rules.max_workers_per_job or 10**9), ("cap of a job", job)
         assert sum(other.num_workers for other in mine) <= (rules.max_workers_per_user or 10**9), ("cap", job)
@@ -348,11 +347,13 @@ class Service:
             cores = sum(node.cores for node in cluster.nodes if node.partition == job.partition)
             used = sum(other.num_workers * other.ask.cores for other in mine)
             assert used <= rules.max_user_share * cores + 1e-6, ("share", job)
-        for name in job.allocation:
-            node = nodes[name]
-            assert not job.ask.kinds or node.kind in job.ask.kinds, ("kind", job)
-            lends = self.settings.partitions.get(node.partition, Partition()).lends
-            assert node.partition == job.partition or lends or job.changed_at < self.now, ("not lent", job)
+        for name, workers in job.allocation.items():
+            if workers > before.allocation.get(name, 0):
+                node = nodes[name]
+                assert not node.is_draining, ("draining", job)
+                assert not job.ask.kinds or node.kind in job.ask.kinds, ("kind", job)
+                lends = self.settings.partitions.get(node.partition, Partition()).lends
+                assert node.partition == job.partition or lends, ("not lent", job)
         quota = self.people[job.owner].max_workers if job.owner in self.people else None
         if quota is not None and int(job.id) not in self.promised and job.changed_at == self.now:
             used = sum(each.num_reserved for each in self.jobs.values() if each.owner == job.owner)
@@ -393,7 +394,24 @@ class Service:
         for view in cluster.jobs:
             assert view.allocation or int(view.id) in self.waits, ("nobody says why it waits", view)
         drive = self.as_drive(cluster)
-        check_nobody_waits_beside_room(drive, list(self.waits.values()), check_capacity(drive))
+        free = check_capacity(drive)
+        for wait in self.waits.values():
+            view = drive.jobs[wait.job]
+            for ask in self.asks_of(view):
+                drive.jobs[wait.job] = replace(view, ask=ask)
+                check_nobody_waits_beside_room(drive, [wait], free)
+            drive.jobs[wait.job] = view
+
+    def asks_of(self, job: Queued) -> list[Ask]:
+        """What there must be no room for while it waits: for any of its workers on nodes where it gets anything done,
+        or where all its workers can be on one kind of nodes, for all of them on any one kind."""
+        if not self.has_rates or len({node.kind for node in self.nodes.values()}) < 2:
+            return [job.ask]
+        rate = job.rate
+        able = [kind for kind in sorted(job.ask.kinds or KINDS) if rate is None or rate(kind, job.min_workers, 1) > 0]
+        if job.max_workers > 1 and Sorts(tuple(self.nodes.values())).alone(job):
+            return [replace(job.ask, kinds=frozenset({kind})) for kind in able]
+        return [replace(job.ask, kinds=frozenset(able))] if able else []
 
     def rest(self, rounds: int = 40) -> None:
         """While nothing but time happens, nobody is stopped again and again."""

@@ -55,9 +55,27 @@ def test_a_kind_on_which_a_job_cannot_run_is_never_given():
     assert sum(isinstance(item, Wait) for item in decisions) == 2
 
 
-def test_the_workers_of_a_job_stay_on_one_kind():
-    jobs = [job("one"), job("two"), job("wide", workers=5)]
-    assert "wide" not in places(fill_kinds(cluster(*jobs), jobs)), "5 GPUs are free, but not of one kind"
+def test_the_workers_of_a_job_stay_on_one_kind_if_one_has_room_for_all():
+    busy = job("busy", allocation={"slow": 1}, devices={"slow": (0,)}, is_preemptible=False)
+    wide = job("wide", workers=4)
+    assert "wide" not in places(fill_kinds(cluster(busy, wide), [busy, wide])), "5 GPUs are free, but not of one kind"
+    whole = job("whole", workers=6)
+    assert places(fill_kinds(cluster(whole), [whole])) == {"whole": {"fast": 2, "slow": 4}}
+
+
+def test_nobody_waits_for_the_best_kind_beside_room_on_another_one():
+    """Four cores are left on the fast kind, but not the memory: only the slow one has room."""
+    nodes = (
+        Node(name="fast", kind="v100", cores=5.0, memory_bytes=1),
+        Node(name="slow", kind="k80", cores=5.0, memory_bytes=9),
+    )
+    alike = {"min_workers": 1, "max_workers": 2, "rate": Speeds({"v100": 1.0, "k80": 0.1})}
+    first, second = (Queued(id=name, ask=Ask(memory_bytes=1), **alike) for name in "ab")
+    found = fill_kinds(cluster(first, second, nodes=nodes), [first, second])
+    assert {name: set(at) for name, at in places(found).items()} == {"a": {"fast"}, "b": {"slow"}}
+    never = replace(second, rate=Speeds({"v100": 1.0, "k80": 0.0}))
+    (place, wait) = fill_kinds(cluster(first, never, nodes=nodes), [first, never])
+    assert (place.job, wait.job) == ("a", "b")
 
 
 def test_a_running_job_moves_to_the_kind_that_got_free_and_is_told_why():

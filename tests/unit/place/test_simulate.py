@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.place.cluster import Ask, Node, Queued
+from shoal.place.cluster import Ask, Node, Partition, Queued
 from shoal.place.policies import POLICIES
 from shoal.place.simulate import Setting, simulate
 from shoal.place.traces.plain import PlainWork
@@ -36,6 +36,16 @@ def test_a_stop_costs_what_it_costs_and_is_counted():
     # Starts at 60 and pauses 30; stopped at 120 with 970 s to go, starts again at 180.
     assert outcomes["long"].ended_at == 180 + 30 + 970
     assert outcomes["urgent"].ended_at == 130
+
+
+def test_a_partition_says_how_often_a_job_may_be_stopped():
+    def stops(most):
+        urgent = [job(f"u{at}", 100 + 300 * at, 10, workers=4, job_class="interactive") for at in range(3)]
+        setting = Setting(nodes=nodes(1), partitions={"default": Partition(max_preemptions=most)})
+        result = simulate([job("long", 0, 2000, workers=4), *urgent], POLICIES["fifo"], setting)
+        return {outcome.job: outcome.num_stops for outcome in result.outcomes}["long"]
+
+    assert [stops(most) for most in (None, 2, 0)] == [3, 2, 0]
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

@@ -8,6 +8,7 @@ import pytest
 from shoal.place.cluster import CLASSES, Cluster, Node, Partition
 from shoal.place.decision import Decision, Place, Stop, Wait
 from shoal.place.policies import POLICIES
+from shoal.place.reclaim import reclaim
 from shoal.service import transitions
 from shoal.service.deciding import (
     Promise,
@@ -22,7 +23,6 @@ from shoal.service.deciding import (
 from shoal.service.job import Asked, Job
 from shoal.service.orders import Seen
 from shoal.service.people import Person
-from shoal.service.reclaim import reclaim
 from shoal.service.settings import Settings
 from shoal.service.transitions import change_size, start, stop
 
@@ -226,6 +226,9 @@ def test_other_gpus_of_the_same_node_mean_another_start():
     other = Place(job="1", allocation={"a": 3}, devices={"a": (1, 2, 3)})
     (todo,), _, _ = can_do([other], {1: elastic}, nodes, {})
     assert todo.allocation == {}
+    first = Place(job="1", allocation={"a": 3}, devices={"a": (0, 2, 3)})
+    (todo,), _, _ = can_do([first], {1: elastic}, nodes, {})
+    assert (todo.allocation, todo.devices) == ({"a": 1}, {"a": (0,)}), "it goes on with the one that stays"
 
 
 # --- decisions that take effect: policy, deciding and jobs together

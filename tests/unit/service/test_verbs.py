@@ -187,6 +187,9 @@ def test_one_job_is_told_with_what_was_decided_about_it_last_and_how_often_it_wa
         "num_preempted": 2,
         "max_preemptions": 3,
         "stop_seconds": 1.84,
+        "left_spread": 0.1,
+        "left_told_by": "its own steps",
+        "predictions": [],
     }
     shown = tell_job(told)
     assert "each with 2 cores, 1G, 20G of disk" in shown

@@ -1,14 +1,13 @@
 """Memory that running jobs reserved and never used: who gives how much back, for one that waits. Pure."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from shoal.place.cluster import Cluster, Node, Partition, Queued
-from shoal.place.decision import Decision, Stop, Wait
+from shoal.place.decision import Decision, Lower, Stop, Wait
 from shoal.place.fit import zones_of
 from shoal.place.rules import USUAL, is_due, tier_of
 from shoal.place.waiting import waits_for_memory
-from shoal.service.verdict import gib
 
 IDLE_PART = 0.5
 """Whoever could do with less than this part of what they reserved is asked."""
@@ -22,15 +21,6 @@ LONG_SECONDS = 300.0
 MAX_TRIES = 3
 
 Policy = Callable[[Cluster], list[Decision]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lower:
-    """A running job that is to save, stop, and go on where it is with this much memory for each worker."""
-
-    job: str
-    memory_bytes: int
-    why: str
 
 
 def reclaim(
@@ -63,8 +53,8 @@ def reclaim(
 
 
 def _lower(giver: Queued, keep: int, peak: int, job: Queued) -> Lower:
-    used, had = gib(peak), gib(giver.ask.memory_bytes)
-    why = f"a worker of it uses {used} of {had}, and goes on with {gib(keep)}: job {job.id} waits for memory"
+    used, had, left = (f"{each / 2**30:.3g} GiB" for each in (peak, giver.ask.memory_bytes, keep))
+    why = f"a worker of it uses {used} of {had}, and goes on with {left}: job {job.id} waits for memory"
     return Lower(job=giver.id, memory_bytes=keep, why=why)
 
 
