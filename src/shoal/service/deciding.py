@@ -1,6 +1,6 @@
 """Between the queue and a policy: what the policy is shown, and what of its decisions can be done at once. Pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal.place.cluster import Cluster, Node, Queued
@@ -198,6 +198,7 @@ def can_do(
         used[job.owner] = used.get(job.owner, 0) + job.num_reserved
     todo: list[Todo] = []
     waits: dict[int, Wait] = {}
+    names = {node.name for node in nodes}
     for decision in decisions:
         found = jobs.get(int(decision.job))
         if found is None or found.wish:
@@ -206,7 +207,7 @@ def can_do(
             waits[found.number] = decision
         elif isinstance(decision, Stop):
             todo += [Todo(number=found.number, why=decision.why)] if found.is_active else []
-        elif (done := _place(decision, found, room, people, used)) is not None:
+        elif (done := _place(decision, found, room, people, used, names)) is not None:
             todo.append(done)
         elif found.state == WAITING:
             waits[found.number] = Wait(
@@ -215,10 +216,21 @@ def can_do(
     return todo, waits
 
 
-def _place(decision: Place, job: Job, room: Room, people: Mapping[str, Person], used: dict[str, int]) -> Todo | None:
-    """A start, a growth where there is room, or a cut. One that runs is not moved: it is stopped, to start there."""
+def _place(
+    decision: Place,
+    job: Job,
+    room: Room,
+    people: Mapping[str, Person],
+    used: dict[str, int],
+    names: Collection[str],
+) -> Todo | None:
+    """A start, a growth where there is room, or a cut. One that runs is not moved: it is stopped, to start there.
+
+    What it had on nodes that are gone, it has no more: others in their place are a growth.
+    """
     todo = Todo(number=job.number, allocation=decision.allocation, devices=decision.devices, why=decision.why)
-    current = job.allocation if job.target is None else job.target
+    had = job.allocation if job.target is None else job.target
+    current = {name: workers for name, workers in had.items() if name in names}
     wanted, has = sum(decision.allocation.values()), sum(current.values())
     if job.is_active and wanted <= has:
         is_part = all(current.get(name, 0) >= workers for name, workers in decision.allocation.items())

@@ -10,10 +10,11 @@ from typing import Any, Protocol
 
 from shoal.place.cluster import Node
 from shoal.service import acts, transitions
-from shoal.service.briefing import orders_for
+from shoal.service.briefing import orders_for, places_of
 from shoal.service.deciding import Todo, can_do, cluster_of, hopeless, over_bounds, usage_of
 from shoal.service.job import STARTING, STOPPING, WAITING, Job
 from shoal.service.machines import Machines
+from shoal.service.orders import Orders
 from shoal.service.places import JOBS
 from shoal.service.reclaim import reclaim
 from shoal.service.settings import FILE, read_settings
@@ -39,7 +40,7 @@ class Keeper(Protocol):
     def start(self, jobs_folder: str, orders: Any) -> None: ...
     def look(self, jobs_folder: str, job: str, token: int) -> Any: ...
     def stop(self, jobs_folder: str, job: str, token: int, why: str) -> None: ...
-    def resize(self, jobs_folder: str, job: str, token: int, num_workers: int) -> None: ...
+    def resize(self, jobs_folder: str, job: str, token: int, num_workers: int, places: Mapping[str, int]) -> None: ...
     def here(self) -> Node: ...
 
 
@@ -52,7 +53,7 @@ class Dispatcher:
         self._folder = os.path.join(shared.folder, JOBS)
         os.makedirs(self._folder, mode=0o700, exist_ok=True)
         self._machines = Machines(keeper.here)
-        self._told: dict[tuple[int, int], tuple[str, int]] = {}
+        self._told: dict[tuple[int, int], tuple[str, int, Mapping[str, int]]] = {}
         self._started: dict[tuple[int, int], float] = {}
         self._changes_seen = -1
         self._decide_at = 0.0
@@ -142,7 +143,7 @@ class Dispatcher:
         """Start what was written down. The same token twice is one attempt, so this may be done again."""
         self._started[job.number, job.token] = time.monotonic()
         try:
-            self._keeper.start(self._folder, orders_for(job, self._shared.settings, self._machines.engine))
+            self._keeper.start(self._folder, self._orders(job))
         except ShoalError as error:
             told = f"{error.message} {error.why}".strip()
             self._write(
@@ -151,9 +152,17 @@ class Dispatcher:
                 job.token,
             )
 
+    def _orders(self, job: Job) -> Orders:
+        return orders_for(job, self._shared.settings, self._machines.engine, self._machines.addresses)
+
+    def _places(self, job: Job) -> dict[str, int]:
+        """Where its workers are to be; nothing on one machine, where that is plain."""
+        wanted = job.allocation if job.target is None else job.target
+        return {} if self._machines.engine == "local" else places_of(wanted, self._machines.addresses)
+
     def _tell(self, job: Job, seen: Any) -> None:
         """Pass on a wish or a size. Keepers take the same twice, and after a restart they get it again."""
-        key, wanted = (job.number, job.token), (job.wish, job.num_wanted)
+        key, wanted = (job.number, job.token), (job.wish, job.num_wanted, self._places(job))
         if self._told.get(key) == wanted:
             return
         if job.state == STOPPING:
@@ -161,7 +170,7 @@ class Dispatcher:
         elif (
             job.asked.is_elastic and seen.state == "running" and (key in self._told or seen.num_workers != wanted[1])
         ):
-            self._keeper.resize(self._folder, str(job.number), job.token, job.num_wanted)
+            self._keeper.resize(self._folder, str(job.number), job.token, *wanted[1:])
         elif seen.state != "running":
             return
         self._told[key] = wanted
