@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import json
 import os
 import socket
 import sys
@@ -26,6 +27,10 @@ PROBE_SECONDS = 5.0
 END_SECONDS = 2.0
 GROWTH_SECONDS = 2.0
 """How often a cluster that is to grow is looked at."""
+GROWTH_PATIENCE_SECONDS = 600.0
+"""How long a cluster that grows by itself gets where nobody said."""
+STATUS_KEY, ALONE = "__autoscaling_status", "node_"
+"""Where Ray's autoscaler writes down how it goes, and what the types of nodes begin with that it did not start."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 COPIES = "working_dir_files"
 ON_NODE = 0.001
@@ -40,7 +45,7 @@ class Request:
 
     `labels` are those of nodes, which must all fit. `nodes`, where it is given, are the machines to use, by name or
     address, and how many workers are to be on each: then those decide, and `placement` does not. `wait_seconds`: how
-    long a cluster that grows by itself may take to get the machines that it does not have.
+    long a cluster that grows by itself may take to get the machines that it does not have; None: nobody said.
     """
 
     cpus: float = 1.0
@@ -50,7 +55,7 @@ class Request:
     labels: Mapping[str, str]
     nodes: Mapping[str, int] = field(default_factory=dict)
     placement: str = "pack"
-    wait_seconds: float = 0.0
+    wait_seconds: float | None = None
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -76,7 +81,7 @@ def read_request(options: Mapping[str, str]) -> Request:
         labels=dict(_pairs(options.get("engine.labels", ""), "engine.labels", "zone=a")),
         nodes=_read_nodes(options.get("engine.nodes", "")),
         placement=placement,
-        wait_seconds=amount(options.get("engine.wait", "0"), "engine.wait"),
+        wait_seconds=amount(options["engine.wait"], "engine.wait") if "engine.wait" in options else None,
     )
 
 
@@ -241,9 +246,9 @@ class RayGround:
             for address in self._addresses(self._request.nodes).elements():
                 self._add(self._new_group(1, address), node=address)
             return len(self._slots)
-        if self._request.wait_seconds:
+        if wait_seconds := patience(self._ray, self._request):
             self._ask_for_machines(num_slots)
-            self._grow_until = time.monotonic() + self._request.wait_seconds
+            self._grow_until = time.monotonic() + wait_seconds
         else:
             check_room(self._ray, self._request, least)
         together = self._new_group(least)
@@ -430,7 +435,11 @@ class RayGround:
         if all(group.wait(0) for group in self._groups):
             return "agents are starting"
         free = self._ray.available_resources()
-        return f"each worker needs {_tell(self._request.bundle)}; free in the cluster: {_tell(free) or 'nothing'}"
+        told = f"each worker needs {_tell(self._request.bundle)}; free in the cluster: {_tell(free) or 'nothing'}"
+        if self._grow_until is None:
+            return told
+        left = max(0.0, self._grow_until - time.monotonic())
+        return f"{told}. The cluster was asked to grow, and gets {left:.0f} s more (`-o engine.wait=SECONDS`)"
 
 
 class RayAgent:
@@ -457,9 +466,30 @@ def check_room(ray: Any, request: Request, least: int) -> None:
         raise UserError(
             f"The Ray cluster has room for {fitting} workers, and {least} are needed.",
             why=f"each needs {_tell(request.bundle)}{_tell_labels(request.labels)}; there is {has}",
-            hint="use `-n` with fewer, ask less for each (`-o engine.cpus=0.5`), add machines, or, if the "
-            "cluster grows by itself, give it time: `-o engine.wait=600`",
+            hint="use `-n` with fewer, ask less for each (`-o engine.cpus=0.5`), or add machines. A cluster that "
+            "grows by itself gets time with `-o engine.wait=600`",
         )
+
+
+def patience(ray: Any, request: Request) -> float:
+    """How long machines are waited for that are not there yet: as was said, or where the cluster grows by itself."""
+    if request.wait_seconds is not None:
+        return request.wait_seconds
+    return GROWTH_PATIENCE_SECONDS if does_grow(ray) else 0.0
+
+
+def does_grow(ray: Any) -> bool:
+    """Whether Ray's autoscaler adds machines to the cluster. It runs in others, too, and only looks on there."""
+    text = ray.experimental.internal_kv._internal_kv_get(STATUS_KEY)
+    return has_node_types(json.loads(text)) if text else False
+
+
+def has_node_types(status: Mapping[str, Any]) -> bool:
+    """Whether an autoscaler that reports this starts nodes: of a type, then, and not each of its own. Pure."""
+    report = status.get("autoscaler_report") or {}
+    kinds = [*report.get("active_nodes", ()), *(report.get("idle_nodes") or ()), *report.get("pending_launches", ())]
+    kinds += [kind for _, kind, *_ in report.get("pending_nodes", ())]
+    return any(not kind.startswith(ALONE) for kind in kinds)
 
 
 def count_fitting(nodes: Sequence[Mapping[str, Any]], request: Request) -> int:

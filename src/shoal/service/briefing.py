@@ -14,13 +14,12 @@ def orders_for(job: Job, settings: Settings, engine: str, addresses: Mapping[str
     asked = job.asked
     args = asked.run_args if engine == "local" else (*_on_ray(job, addresses), *asked.run_args)
     limit = asked.time_limit_seconds
-    env = {**asked.env, "SHOAL_JOB": str(job.number)}
     return Orders(
         job=str(job.number),
         token=job.token,
         argv=args,
         cwd=asked.working_dir,
-        env=env if asked.index is None else {**env, INDEX: str(asked.index)},
+        env=env_of(job),
         run_name=job.run_name,
         is_resumed=job.has_run,
         min_workers=job.min_workers,
@@ -33,6 +32,12 @@ def orders_for(job: Job, settings: Settings, engine: str, addresses: Mapping[str
         time_limit_seconds=None if limit is None else max(limit - job.run_seconds, 1.0),
         grace_seconds=settings.grace_seconds,
     )
+
+
+def env_of(job: Job) -> dict[str, str]:
+    """What the environment of a job's workers has more than that of their machine."""
+    index = {} if job.asked.index is None else {INDEX: str(job.asked.index)}
+    return {**job.asked.env, "SHOAL_JOB": str(job.number), **index}
 
 
 def places_of(allocation: Mapping[str, int], addresses: Mapping[str, str]) -> dict[str, int]:
@@ -51,4 +56,6 @@ def _on_ray(job: Job, addresses: Mapping[str, str]) -> tuple[str, ...]:
         "engine.nodes": ",".join(f"{place}={workers}" for place, workers in places.items()),
     }
     each = [part for name, value in options.items() for part in ("-o", f"{name}={value}")]
-    return ("--engine", "ray", "--threads", str(max(1, int(asked.cores))), *each)
+    # The launcher has these, and its workers are elsewhere. Values may be secrets, and commands are seen by all.
+    passed_on = [f"--env={name}" for name in env_of(job)]
+    return ("--engine", "ray", "--threads", str(max(1, int(asked.cores))), *passed_on, *each)

@@ -33,14 +33,26 @@ def machine(name: str, address: str) -> Machine:
 
 def test_on_a_cluster_workers_get_what_was_asked_for_on_the_nodes_that_were_chosen() -> None:
     argv = orders_for(JOB, Settings(), "ray", ADDRESSES).argv
-    assert argv[:4] == ("--engine", "ray", "--threads", "2")
+    assert argv[:5] == ("--engine", "ray", "--threads", "2", "--env=SHOAL_JOB")
     assert argv[-1] == "train.py"
-    assert dict(option.split("=", 1) for option in argv[5:-1:2]) == {
+    assert dict(option.split("=", 1) for option in argv[6:-1:2]) == {
         "engine.cpus": "2",
         "engine.gpus": "1",
         "engine.memory": str(1 << 30),
         "engine.nodes": "10.0.0.1=2,10.0.0.2=1",
     }
+
+
+def test_secrets_of_a_job_are_passed_on_to_its_workers_and_are_in_no_command() -> None:
+    job = replace(JOB, asked=replace(ASKED, env={"TOKEN": "geheim"}, array=7, index=2))
+    orders = orders_for(job, Settings(), "ray", ADDRESSES)
+    assert [arg for arg in orders.argv if arg.startswith("--env")] == [
+        "--env=TOKEN",
+        "--env=SHOAL_JOB",
+        "--env=SHOAL_ARRAY_INDEX",
+    ]
+    assert orders.env == {"TOKEN": "geheim", "SHOAL_JOB": "7", "SHOAL_ARRAY_INDEX": "2"}
+    assert "geheim" not in " ".join(orders.argv)
 
 
 def test_on_one_machine_nothing_is_said_of_nodes() -> None:
