@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -205,6 +206,23 @@ def test_workers_lie_where_labels_resources_and_placement_say(box: Box) -> None:
         first, second = nodes_of("spread", "-o", "engine.placement=strict-spread")
         assert first is not second
         assert {first, second} <= {plain, attic, disk}
+
+
+@pytest.mark.slow
+def test_a_launcher_outside_the_cluster_is_its_client(box: Box, clean: dict[str, Any]) -> None:
+    """Through Ray's server for clients, with its token; agents call back to the launcher."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with ray_cluster() as cluster:
+        cluster.add(2, "--ray-client-server-port", str(port))
+        at = ("--address", f"ray://127.0.0.1:{port}")
+        box.env |= cluster.env
+        done = box.run("run", "-n", "1:2", *at, JOBS, "long", timeout=200)
+        assert done.returncode == 0, done.stderr
+        assert endings_in(done.stdout)[-1] == clean
+        done = box.run("run", "-n", "9", *at, JOBS, "long")
+        assert done.returncode == 2
+        assert "has room for 2 workers, and 9 are needed" in done.stderr
 
 
 # What a cluster that grows by itself has, and what it was asked for. A driver would count as use of its node.

@@ -553,6 +553,6 @@ def shipped_folder(folder: str) -> str | None:
 def _own_address(ray: Any) -> str:
     """Where the machines of the cluster reach this one."""
     if ray.util.client.ray.is_connected():
-        address = ray.util.client.ray.get_context().client_worker.address
+        address = ray.util.client.ray.get_context().client_worker._conn_str
         return route_to(urllib.parse.urlsplit(f"//{address}").hostname or "")
     return str(ray.util.get_node_ip_address())
