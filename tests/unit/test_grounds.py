@@ -52,6 +52,8 @@ STARTED = {"active_nodes": {"ray.head.default": 1}, "idle_nodes": None, "pending
         # In a cluster that people made, each node is of a type of its own.
         ({"autoscaler_report": {**STARTED, "active_nodes": {"node_4f3a": 1}}}, False),
         ({"autoscaler_report": {**STARTED, "active_nodes": {}, "idle_nodes": {"node_4f3a": 2}}}, False),
+        ({"autoscaler_report": {"node_type_mapping": {"4f3a": "node_4f3a"}}}, False),
+        ({"autoscaler_report": {"node_type_mapping": {"4f3a": "ray.head.default"}}}, True),
         ({"autoscaler_report": STARTED}, True),
         ({"autoscaler_report": {**STARTED, "active_nodes": {}, "pending_launches": {"cpu": 1}}}, True),
         ({"autoscaler_report": {**STARTED, "active_nodes": {}, "pending_nodes": [["ip", "cpu", "up"]]}}, True),

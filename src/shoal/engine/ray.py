@@ -489,6 +489,7 @@ def has_node_types(status: Mapping[str, Any]) -> bool:
     report = status.get("autoscaler_report") or {}
     kinds = [*report.get("active_nodes", ()), *(report.get("idle_nodes") or ()), *report.get("pending_launches", ())]
     kinds += [kind for _, kind, *_ in report.get("pending_nodes", ())]
+    kinds += (report.get("node_type_mapping") or {}).values()  # also of nodes that are not at work yet
     return any(not kind.startswith(ALONE) for kind in kinds)
 
 
