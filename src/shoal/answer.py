@@ -28,7 +28,7 @@ def answer(
     """Do what is asked and say what was done; raises UserError where that cannot be."""
     verb = request.get("verb")
     if verb == "resize":
-        return _resize(_whole(request, "num_workers"), elastic)
+        return _resize(_whole(request, "num_workers"), _nodes(request), engine, elastic)
     if verb == "kill":
         return _kill(_whole(request, "rank"), str(request.get("signal")), engine, elastic, write)
     if verb == "stacks":
@@ -94,7 +94,20 @@ def _whole(request: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _resize(num_workers: int, elastic: "ElasticRun | None") -> dict[str, Any]:
+def _nodes(request: Mapping[str, Any]) -> dict[str, int] | None:
+    """How many workers are to be on which machine, where somebody else decides that."""
+    nodes = request.get("nodes")
+    if nodes is None:
+        return None
+    is_sound = isinstance(nodes, dict) and all(type(count) is int and count > 0 for count in nodes.values())
+    if not is_sound or sum(nodes.values()) != request.get("num_workers"):
+        raise UserError("nodes is to say how many of the workers are on which machine.")
+    return dict(nodes)
+
+
+def _resize(
+    num_workers: int, nodes: Mapping[str, int] | None, engine: "Engine", elastic: "ElasticRun | None"
+) -> dict[str, Any]:
     if elastic is None:
         raise UserError(
             "This run is not elastic.",
@@ -109,8 +122,15 @@ def _resize(num_workers: int, elastic: "ElasticRun | None") -> dict[str, Any]:
             hint=f"ask for {least} to {most}" if least < most else "start it with a wider range",
         )
     before = elastic.num_workers
-    elastic.resize(num_workers)
+    elastic.resize(num_workers, frozenset() if nodes is None else _arrange(engine, nodes))
     return {"num_workers": num_workers, "before": before}
+
+
+def _arrange(engine: "Engine", nodes: Mapping[str, int]) -> frozenset[int]:
+    """Have workers on these machines; returns those who are on others. On one machine there is nothing to choose."""
+    from shoal.engine.fleet import Fleet
+
+    return engine.arrange(nodes) if isinstance(engine, Fleet) else frozenset()
 
 
 def _kill(

@@ -106,9 +106,9 @@ class ElasticRun:
         self._decisions += self._coordinator.exited(end.rank, end.code, time.monotonic(), is_retryable=is_retryable)
         return is_lost
 
-    def resize(self, num_workers: int) -> None:
-        """Someone asked for another number of workers, within the limits."""
-        self._decisions += self._coordinator.resized(num_workers, time.monotonic())
+    def resize(self, num_workers: int, going: frozenset[int] = frozenset()) -> None:
+        """Someone asked for another number of workers, within the limits; those that are `going` go first."""
+        self._decisions += self._coordinator.resized(num_workers, time.monotonic(), going)
 
     def look(self) -> None:
         """Do what has been decided, and what is due."""

@@ -12,6 +12,7 @@ from shoal.engine.entry import entry_of, find_python
 from shoal.engine.env import RunFacts, is_loading_call, shoal_home
 from shoal.engine.fit import PLAIN_WORKER_BYTES, TORCH_WORKER_BYTES, check_memory
 from shoal.engine.grounds import Where, find_ground
+from shoal.engine.machine import available_cores
 from shoal.engine.nursery import num_at_start, wants_spare
 from shoal.engine.signals import StopSignals, grace_of
 from shoal.engine.story import as_error, tell_failures
@@ -78,6 +79,8 @@ def run_job(
     worker_bytes = PLAIN_WORKER_BYTES if entry[0] == "program" else TORCH_WORKER_BYTES
     if ground is None:
         check_memory(job.num_workers or 1, worker_bytes, job.options)
+        if not is_quiet and (job.num_workers or 1) > available_cores():
+            _tell_of_cluster(job.num_workers or 1, available_cores())
     wants_spare(job.options)
     grace_of(job.options)
     num_at_start(job.options, job.min_workers, job.num_workers or 1)
@@ -93,6 +96,19 @@ def run_job(
         outcome = _run(crew, keep, stops, None if is_quiet else out or sys.stdout)
     _tell(outcome, is_quiet)
     return outcome
+
+
+def _tell_of_cluster(num_workers: int, num_cores: int) -> None:
+    """More workers than cores are started here: say so where there are other machines."""
+    from shoal.engine.clusters import find_cluster
+
+    try:
+        cluster = find_cluster()
+    except UserError:  # whoever wants to use it is told
+        return
+    if cluster is not None:
+        there = f"{num_workers} workers share {num_cores} core{'s' * (num_cores != 1)} here"
+        say(f"shoal: {there}; `--engine ray` has them on all machines of the cluster of {cluster.head}")
 
 
 def find_alerts(options: Mapping[str, str]) -> "Alerts | None":
@@ -129,7 +145,7 @@ def launch(
     run_dir: str | None = None,
     threads_per_worker: int | None = None,
     is_quiet: bool = False,
-    engine: str = "local",
+    engine: str | None = None,
     address: str | None = None,
     hosts: str | None = None,
     master: str | None = None,
@@ -143,8 +159,8 @@ def launch(
     traceback. Interrupting the call ends all workers.
 
     With `engine` the processes are on other machines: `ray` (at `address`, or where this process is connected to
-    already), `mpi` (on `hosts`) or `spark` (at `master`, or those of the active session); `options` are those of the
-    command line that begin with `engine.`.
+    already), `mpi` (on `hosts`) or `spark` (at `master`, or those of the active session). One of these three says
+    which engine it is, too. `options` are those of the command line that begin with `engine.`.
     """
     from shoal.engine.call import ENTRY, name_of, pack_call, read_result
 

@@ -1,7 +1,6 @@
 """A cluster of machines by join code: the door over loopback, and real Ray on three hosts."""
 
 import contextlib
-import importlib.util
 import json
 import os
 import socket
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from machines import NEEDS_HOSTS, VERB, Machines, machines, wait_until
 
 from shoal.cluster import head
 from shoal.cluster.certificates import as_der, make_authority, make_request, sign_request
@@ -25,10 +25,11 @@ from shoal.cluster.ports import Ports
 from shoal.cluster.ray_node import temp_dir_for
 from shoal.cluster.reach import check_free, is_free, listening, try_ports, who_listens
 from shoal.cluster.wire import Lines, guest_tls, server_context
-from shoal.engine.clusters import HEAD, Cluster, processes_of, read_cluster
+from shoal.engine.clusters import HEAD, Cluster
 from shoal.spec.errors import UserError
-from shoal.testing import rigs
-from shoal.testing.rigs.machine import LACKS, call
+from shoal.testing.rigs.machine import call
+
+__all__ = ["machines"]
 
 HERE = "127.0.0.1"
 
@@ -216,13 +217,6 @@ def test_ports_are_tried_at_once():
 
 # From here on: three hosts, and Ray.
 
-needs_hosts = [
-    rigs.needs("root", "ip", "tc", "nsenter", "network namespaces"),
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason=f"{LACKS} ray"),
-    pytest.mark.timeout(600),
-]
-
-VERB = "import sys; from shoal.cli import main; sys.exit(main(sys.argv[1:]))"
 JOBS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "elastic_jobs.py")
 
 SPREAD = """
@@ -261,105 +255,6 @@ time.sleep(600)
 """
 
 
-class Machines:
-    """Three hosts, each with a SHOAL_HOME of its own. They share the list of processes, which Ray reads, too."""
-
-    def __init__(self, hosts: rigs.Hosts, folder: str) -> None:
-        self.hosts = hosts
-        self._homes = [os.path.join(folder, f"host{host}") for host in range(hosts.count)]
-
-    def env(self, host: int) -> dict[str, str]:
-        return {**os.environ, "SHOAL_HOME": self._homes[host]}
-
-    def folder(self, host: int) -> str:
-        return os.path.join(self._homes[host], "cluster")
-
-    def python(self, host: int, code: str, *args: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", code, *args]
-        return self.hosts.run(
-            host, command, env=self.env(host), capture_output=True, text=True, timeout=300, check=False
-        )
-
-    def shoal(self, host: int, verb: str, *args: str) -> dict:
-        done = self.python(host, VERB, verb, *args, "--json")
-        assert done.returncode == 0, done.stderr
-        assert "Traceback" not in done.stderr
-        return json.loads(done.stdout)
-
-    def refused(self, host: int, verb: str, *args: str) -> str:
-        done = self.python(host, VERB, verb, *args)
-        assert done.returncode != 0, done.stdout
-        assert done.stderr.rpartition("error: ")[1], done.stderr
-        assert "Traceback" not in done.stderr
-        return done.stderr
-
-    def join_all(self, code: str, hosts: tuple[int, ...]) -> None:
-        """At once, as people would not; it saves time."""
-        address = self.hosts.address(0)
-        command = [sys.executable, "-c", VERB, "join", address, "--code", code]
-        started = [
-            self.hosts.start(
-                host,
-                [*command, "--name", f"host{host}", "--label", f"number={host}", "--json"],
-                env=self.env(host),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for host in hosts
-        ]
-        for process in started:
-            output, errors = process.communicate(timeout=300)
-            assert process.returncode == 0, errors
-            assert json.loads(output)["status"] == "joined"
-
-    def up(self, *args: str) -> str:
-        return str(self.shoal(0, "up", "--cluster", "--name", "first", *args)["code"])
-
-    def names(self, *, is_alive: bool = True) -> list[str]:
-        return [node["name"] for node in self.shoal(0, "nodes")["nodes"] if node["is_alive"] == is_alive]
-
-    def pids(self, host: int) -> list[int]:
-        cluster = read_cluster(self.folder(host))
-        return [] if cluster is None else [process.pid for process in processes_of(cluster)]
-
-    def kill(self, host: int) -> None:
-        """What a power cut does to processes."""
-        for pid in self.pids(host):
-            with contextlib.suppress(OSError):
-                os.kill(pid, 9)
-
-    def close(self) -> None:
-        for host in reversed(range(self.hosts.count)):
-            if read_cluster(self.folder(host)) is not None:
-                self.python(host, VERB, "down" if host == 0 else "leave", "--force")
-        mine = [name.encode() for name in self._homes]
-        assert [title for title in all_titles() if any(name in title for name in mine)] == []
-
-
-def all_titles() -> list[bytes]:
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
-            found.append(file.read())
-    return found
-
-
-def wait_until(condition, seconds: float = 90.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.5)
-
-
-@pytest.fixture
-def machines(tmp_path) -> Iterator[Machines]:
-    with rigs.hosts(3) as hosts:
-        made = Machines(hosts, str(tmp_path))
-        yield made
-        made.close()
-
-
 @contextlib.contextmanager
 def blocked(machines: Machines, host: int, direction: str, port: int) -> Iterator[None]:
     """A firewall on a host that drops what goes to one port, without a word."""
@@ -375,7 +270,7 @@ def blocked(machines: Machines, host: int, direction: str, port: int) -> Iterato
 
 
 class TestThreeMachines:
-    pytestmark = needs_hosts
+    pytestmark = NEEDS_HOSTS
 
     def test_up_join_work_and_down(self, machines):
         code = machines.up()
@@ -392,6 +287,9 @@ class TestThreeMachines:
         ]
         assert nodes[1]["labels"] == {"number": "1"}
         assert nodes[1]["cores"] == nodes[1]["free_cores"] > 0
+        alone = machines.python(1, VERB, "run", "-n", "9", "-m", "this")
+        assert "9 workers share" in alone.stderr
+        assert "`--engine ray` has them on all machines of the cluster of 10.77.0.1" in alone.stderr
         spread = machines.python(1, SPREAD, "3")
         assert spread.returncode == 0, spread.stderr
         found = sorted(json.loads(spread.stdout.splitlines()[-1]))
@@ -520,6 +418,49 @@ class TestThreeMachines:
         assert '"members":["0.0","1.0","2.0"]' in journal.read_text().replace(" ", "")
         ending = clean.stdout.split("ended ", 1)[1].splitlines()[0]
         assert ending in shown
+
+    @pytest.mark.slow
+    def test_a_training_goes_on_while_a_cable_is_cut_and_takes_the_machine_back(self, machines, tmp_path):
+        """Packets to and from one machine vanish without a word. Ray, too, gives it up, and lets it in again."""
+        clean = subprocess.run(
+            [sys.executable, JOBS, "long"], capture_output=True, text=True, timeout=100, check=True
+        )
+        machines.join_all(machines.up(), (1, 2))
+        cores = str(machines.shoal(0, "nodes")["nodes"][0]["cores"])
+        run, hurry = tmp_path / "run", tmp_path / "hurry"
+        options = ["-o", f"engine.cpus={cores}", "-o", "transport=tcp"]
+        options += ["--env", "ELASTIC_PAUSE=1.5", "--env", f"ELASTIC_HURRY={hurry}"]
+        command = [sys.executable, "-m", "shoal", "run", "-n", "2:3", "--engine", "ray", *options]
+        command += ["--log-dir", str(run), JOBS, "long"]
+        out = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        launcher = machines.hosts.start(0, command, env=machines.env(0), **out)
+
+        def events(kind):
+            lines = (run / "journal.jsonl").read_text().splitlines() if (run / "journal.jsonl").exists() else []
+            return [event for line in lines if (event := json.loads(line))["kind"] == kind]
+
+        def wait_for(condition, seconds=150.0):
+            wait_until(lambda: launcher.poll() is not None or condition(), seconds)
+            assert launcher.poll() is None, launcher.communicate()
+
+        wait_for(lambda: events("checkpoint_saved"))
+        assert len(events("world")[-1]["data"]["members"]) == 3
+        machines.hosts.partition(2)
+        wait_for(lambda: len(events("world")[-1]["data"]["members"]) == 2)
+        num_saved = len(events("checkpoint_saved"))
+        wait_for(lambda: len(events("checkpoint_saved")) > num_saved)
+        wait_for(lambda: machines.names(is_alive=False) == ["host2"])
+        machines.hosts.heal(2)
+        # Ray there ends when it hears that it was given up.
+        again = [sys.executable, "-c", VERB, "join", "10.77.0.1", "--json"]
+        told = {"env": machines.env(2), "capture_output": True, "text": True, "timeout": 200, "check": False}
+        wait_for(lambda: '"joined"' in machines.hosts.run(2, again, **told).stdout, 200)
+        wait_for(lambda: len(events("world")[-1]["data"]["members"]) == 3)
+        hurry.touch()
+        shown, said = launcher.communicate(timeout=200)
+        assert launcher.returncode == 0, said
+        assert "lost 10.77.0.3" in said
+        assert clean.stdout.split("ended ", 1)[1].splitlines()[0] in shown
 
     @pytest.mark.slow
     def test_a_run_is_submitted_from_one_machine_to_all(self, machines, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -54,8 +55,9 @@ def wait_for(folder: Path, kind: str, count: int, launcher: "subprocess.Popen[st
 
 
 def on(box: Box, cluster: RayCluster) -> tuple[str, ...]:
+    """An address says which engine it is."""
     box.env |= cluster.env
-    return "--engine", "ray", "--address", cluster.address
+    return "--address", cluster.address
 
 
 def test_a_training_comes_to_the_same(box: Box, cluster: RayCluster, clean: dict[str, Any]) -> None:
@@ -206,6 +208,23 @@ def test_workers_lie_where_labels_resources_and_placement_say(box: Box) -> None:
         assert {first, second} <= {plain, attic, disk}
 
 
+@pytest.mark.slow
+def test_a_launcher_outside_the_cluster_is_its_client(box: Box, clean: dict[str, Any]) -> None:
+    """Through Ray's server for clients, with its token; agents call back to the launcher."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with ray_cluster() as cluster:
+        cluster.add(2, "--ray-client-server-port", str(port))
+        at = ("--address", f"ray://127.0.0.1:{port}")
+        box.env |= cluster.env
+        done = box.run("run", "-n", "1:2", *at, JOBS, "long", timeout=200)
+        assert done.returncode == 0, done.stderr
+        assert endings_in(done.stdout)[-1] == clean
+        done = box.run("run", "-n", "9", *at, JOBS, "long")
+        assert done.returncode == 2
+        assert "has room for 2 workers, and 9 are needed" in done.stderr
+
+
 # What a cluster that grows by itself has, and what it was asked for. A driver would count as use of its node.
 LOOK = """
 import json, sys
@@ -232,8 +251,10 @@ def test_a_cluster_grows_for_a_run_and_is_asked_for_nothing_after_it(box: Box) -
     with growing_cluster(0, 2, most_nodes=1) as cluster:
         here = on(box, cluster)
         assert look(box, cluster) == (1, [])
-        done = box.run("run", "-n", "2", *here, "-o", "engine.wait=300", "where.py", timeout=400)
+        # Nobody has to say that it is worth waiting: Ray knows that there will be more machines.
+        done = box.run("run", "-n", "2", *here, "where.py", timeout=400)
         assert done.returncode == 0, done.stderr
+        assert "The cluster was asked to grow, and gets 5" in done.stderr
         assert "rank 0 of 2" in done.stdout
         assert "rank 1 of 2" in done.stdout
         assert look(box, cluster) == (2, [])

@@ -119,3 +119,12 @@ def test_commands_typed_often_import_nothing_that_takes_long(argv: list[str], tm
     env = {**os.environ, "SHOAL_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True, env=env)
     assert done.stderr == "[]\n"
+
+
+def test_a_variable_without_a_value_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HANDED_ON", "a=b")
+    options = launching._run_parser().parse_args(["--env", "HANDED_ON", "--env=OTHER=1"])
+    assert launching.read_job(options, ["train.py"], {}).env == {"HANDED_ON": "a=b", "OTHER": "1"}
+    options = launching._run_parser().parse_args(["--env", "NOT_SET_HERE"])
+    with pytest.raises(UserError, match="NOT_SET_HERE"):
+        launching.read_job(options, ["train.py"], {})

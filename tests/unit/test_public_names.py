@@ -65,7 +65,7 @@ ATTRIBUTES = [
 LAUNCH = (
     "function, num_workers=2, args=(), kwargs=None, *, "
     "env=None, run_dir=None, threads_per_worker=None, is_quiet=False, "
-    "engine='local', address=None, hosts=None, master=None, options=None"
+    "engine=None, address=None, hosts=None, master=None, options=None"
 )
 
 MAP = (

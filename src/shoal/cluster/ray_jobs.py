@@ -33,7 +33,7 @@ from shoal.cluster.shipping import (
 )
 from shoal.cluster.versions import versions_here
 from shoal.engine.env import set_all
-from shoal.engine.ray import check_room, connect, import_ray, no_cluster, probe, read_request
+from shoal.engine.ray import check_room, connect, import_ray, no_cluster, patience, probe, read_request
 from shoal.spec.errors import ShoalError, UserError
 
 ANSWER_SECONDS = 30.0
@@ -102,7 +102,7 @@ class ByCluster:
 
     def check_room(self, submission: Submission) -> None:
         request = read_request(submission.options)
-        if not request.wait_seconds:
+        if not patience(self._ray, request):
             check_room(self._ray, request, submission.num_workers)
 
     def submit(self, folder: str, job: Facts) -> None:

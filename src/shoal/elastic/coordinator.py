@@ -90,10 +90,10 @@ class Coordinator:
         self._note_missed()
         return self._put_worlds_first(decisions, self._settle(now))
 
-    def resized(self, num_workers: int, now: float) -> list[Decision]:
-        """Another number of workers is wanted."""
+    def resized(self, num_workers: int, now: float, going: frozenset[int] = frozenset()) -> list[Decision]:
+        """Another number of workers is wanted; those that are `going` are to be the first to go."""
         self._advance(now)
-        self.state, decisions = membership.resized(self.state, num_workers)
+        self.state, decisions = membership.resized(self.state, num_workers, going)
         return [*decisions, *self._settle(now)]
 
     def roomed(self, room: int | None, now: float) -> list[Decision]:

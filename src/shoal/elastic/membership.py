@@ -59,10 +59,10 @@ class Process:
 class Membership:
     """Everything that is known.
 
-    Processes: workers 0 … `num_wanted` − 1 should be there, as far as there is `room` (None: for any number). `asked`
-    are being started, `due_at` says when others will be. `failures` counts how often in a row one was lost before
-    it took part; `losses` counts losses since the last step, for each worker and (under −1) of Worlds, the last of
-    them `lost_generation`.
+    Processes: the first `num_wanted` workers that are not `away` should be there, as far as there is `room` (None:
+    any number). `asked` are being started, `due_at` says when others will be. `failures` counts how often in a row
+    one was lost before it took part; `losses` counts losses since the last step, for each worker and (under −1) of
+    Worlds, the last of them `lost_generation`.
 
     The World: `at_work` are the members heard of in it, `is_entered` says that all were. `is_held`: they were asked
     to stand still; `standing` are those that do, the last since `standing_since`; they say how many of them can be
@@ -76,6 +76,7 @@ class Membership:
     min_workers: int
     max_workers: int
     num_wanted: int = 0
+    away: frozenset[int] = frozenset()
     room: int | None = None
     world: World | None = None
     is_entered: bool = False
@@ -105,6 +106,12 @@ class Membership:
         """The living process with this id."""
         process = self.processes.get(int(member_id.partition(".")[0]))
         return process if process is not None and process.id == member_id else None
+
+    @property
+    def wanted(self) -> list[int]:
+        """The numbers of the workers that should be there."""
+        numbers = range(self.num_wanted + len(self.away))
+        return [worker for worker in numbers if worker not in self.away][: self.num_wanted]
 
     def is_member(self, worker: int) -> bool:
         process = self.processes.get(worker)
@@ -215,12 +222,26 @@ def condemn(state: Membership, worker: int, why: str) -> Step:
     return change(state, worker, is_condemned=True), [Kill(worker, why)]
 
 
-def resized(state: Membership, num_workers: int) -> Step:
-    """So many workers are wanted from now on. Those with the highest numbers go."""
+def resized(state: Membership, num_workers: int, going: frozenset[int] = frozenset()) -> Step:
+    """So many workers are wanted from now on. Those that are `going` go, and then those with the highest numbers."""
     wanted = max(state.min_workers, min(num_workers, state.max_workers))
     note = Note("resized", None, {"asked": num_workers, "num_workers": wanted, "before": state.num_wanted})
-    due = {worker: at for worker, at in state.due_at.items() if worker < wanted}
-    return replace(state, num_wanted=wanted, due_at=due, reasons=(*state.reasons, f"resized to {wanted}")), [note]
+    reasons = (*state.reasons, f"resized to {wanted}")
+    state = replace(state, num_wanted=wanted, away=_away(state, wanted, going), reasons=reasons)
+    there = set(state.wanted)
+    return replace(state, due_at={worker: at for worker, at in state.due_at.items() if worker in there}), [note]
+
+
+def _away(state: Membership, wanted: int, going: frozenset[int]) -> frozenset[int]:
+    """The numbers to pass over, so that those who are there stay, as far as they may."""
+    if not going and not state.away:
+        return state.away
+    there = [p.worker for p in state.processes.values() if p.phase is not Phase.LEAVING and not p.is_condemned]
+    staying = [worker for worker in sorted(there) if worker not in going][:wanted]
+    others = [worker for worker in range(state.max_workers) if worker not in staying]
+    filling = sorted(others, key=lambda worker: (worker in going, worker))[: wanted - len(staying)]
+    chosen = {*staying, *filling}
+    return frozenset(range(max(chosen))) - chosen
 
 
 def roomed(state: Membership, room: int | None) -> Membership:
@@ -235,7 +256,7 @@ def exited(state: Membership, worker: int, code: int, now: float, *, is_retryabl
     state = replace(state, processes=without(state.processes, worker))
     if state.is_failed:
         return state, []
-    if gone.phase is Phase.LEAVING or (gone.phase is not Phase.MEMBER and worker >= state.num_wanted):
+    if gone.phase is Phase.LEAVING or (gone.phase is not Phase.MEMBER and worker not in state.wanted):
         return state, []
     if gone.is_condemned and state.is_ending and not (gone.phase is Phase.MEMBER and gone.is_entered):
         return state, []  # nobody needed it any more

@@ -38,7 +38,7 @@ def _fill(state: Membership, now: float) -> Step:
     """Start who is wanted, not there, and due."""
     if state.is_ending:
         return state, []
-    missing = [worker for worker in range(state.num_wanted) if worker not in state.processes]
+    missing = [worker for worker in state.wanted if worker not in state.processes]
     due = [w for w in missing if w not in state.asked and state.due_at.get(w, now) <= now]
     if state.room is not None:
         due = due[: max(0, state.room - len(state.processes) - len(state.asked))]
@@ -60,7 +60,7 @@ def _dismiss(state: Membership, now: float) -> Step:
 
 def _why_dismiss(state: Membership, process: Process, now: float) -> str:
     is_outside = process.phase in (Phase.STARTING, Phase.READY, Phase.IDLE)
-    if process.worker >= state.num_wanted and is_outside:
+    if is_outside and process.worker not in state.wanted:
         return "the run was resized"
     if process.phase is Phase.LEAVING and now - process.since > LEAVE_SECONDS:
         return "it was let go and did not leave"
@@ -120,7 +120,7 @@ def _publish_fresh(state: Membership, places: Places, now: float) -> Step:
     stale = [p for p in state.processes.values() if p.is_told or p.phase in (Phase.MEMBER, Phase.LEAVING)]
     if state.world is not None and stale:
         return _condemn_all(state, stale, "nobody is left who has the state of the run: all begin anew")
-    wanted = range(state.num_wanted)
+    wanted = state.wanted
     present = [state.processes[worker] for worker in wanted if worker in state.processes]
     needed = len(wanted) if state.room is None else max(state.min_workers, min(len(wanted), state.room))
     if not present or (len(present) < needed and not state.is_ending):
@@ -150,7 +150,7 @@ def _are_too_few(state: Membership, present: Sequence[Process]) -> bool:
     """They have to wait for more. Those may still come: one is not here who did not find that it cannot."""
     if len(present) >= state.min_workers or state.is_ending:
         return False
-    missing = set(range(state.num_wanted)) - {process.worker for process in present}
+    missing = set(state.wanted) - {process.worker for process in present}
     return any(w not in state.processes or state.processes[w].phase is not Phase.IDLE for w in missing)
 
 
@@ -264,12 +264,14 @@ def live_members(state: Membership) -> list[Process]:
 def _joiners(state: Membership, places: Places) -> list[Process]:
     """In the order of their numbers, those who may come in now."""
     outside = [p for p in state.processes.values() if p.phase is Phase.READY and not p.is_condemned]
-    wanted = [p for p in outside if p.worker < state.num_wanted and not state.is_ending]
+    numbers = set(state.wanted)
+    wanted = [p for p in outside if p.worker in numbers and not state.is_ending]
     return sorted((p for p in wanted if places.can_join(p)), key=lambda process: process.worker)
 
 
 def _too_many(state: Membership, members: Sequence[Process]) -> list[Process]:
-    return [process for process in members if process.worker >= state.num_wanted]
+    numbers = set(state.wanted)
+    return [process for process in members if process.worker not in numbers]
 
 
 def _condemn_all(state: Membership, processes: Iterable[Process], why: str) -> Step:

@@ -5,10 +5,10 @@ import selectors
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -57,8 +57,11 @@ class Ground(Protocol):
     host: str
     """The address at which this machine is reached from there."""
 
-    def open(self, invitation: Invitation, num_slots: int, least: int) -> None:
-        """Have agents come for so many workers, at least `least`. Does not wait; raises UserError where none can."""
+    def open(self, invitation: Invitation, num_slots: int, least: int) -> int:
+        """Have agents come for so many workers, at least `least`. Does not wait; raises UserError where none can.
+
+        Returns for how many they come: fewer, where it was said which machines to use.
+        """
         ...
 
     def look(self) -> Sequence[UserError]:
@@ -78,6 +81,22 @@ class Ground(Protocol):
 
     def close(self) -> None:
         """Give everything back."""
+        ...
+
+
+@runtime_checkable
+class Arranged(Ground, Protocol):
+    """One that can be told on which machines agents are to be."""
+
+    def arrange(self, nodes: Mapping[str, int], used: Collection[str]) -> set[str]:
+        """Have agents for so many workers on each of these, and return those elsewhere, or too many.
+
+        `used` are agents that have workers: where there is a choice they stay.
+        """
+        ...
+
+    def give_up(self, agent: str) -> None:
+        """This agent is not needed any more; its place is given back."""
         ...
 
 
@@ -146,6 +165,8 @@ class Fleet:
         self._seats: dict[int, Seat] = {}
         self._known: set[str] = set()
         self._told: set[str] = set()
+        self._spare: set[str] = set()
+        self._given_up: set[str] = set()
         self._is_elastic = self._is_gathered = self._has_started = False
         self._is_listening = False
         self._late: list[tuple[_Agent, list[Any]]] = []
@@ -211,16 +232,44 @@ class Fleet:
             slots = choose(self._berths(), running.values(), ranks, self._slots)
             if len(slots) >= least:
                 return slots
-            if time.monotonic() > deadline or (self.room or 0) >= self._num_slots:
+            if time.monotonic() > deadline or sum(each.num_slots for each in self._berths()) >= self._num_slots:
                 raise _no_room(ranks[-1])
             self._wait(0.05)
 
     @property
     def room(self) -> int | None:
-        return sum(berth.num_slots for berth in self._berths())
+        leaving = [worker for worker in self._workers.values() if worker.slot.agent in self._spare]
+        return sum(berth.num_slots for berth in self._berths()) + len(leaving)
 
     def _berths(self) -> list[Berth]:
-        return [agent.berth for agent in self._agents if agent.berth is not None and agent.lost_at is None]
+        """Where workers may be."""
+        present = [agent.berth for agent in self._agents if agent.berth is not None and agent.lost_at is None]
+        return [berth for berth in present if berth.agent not in self._spare]
+
+    def arrange(self, nodes: Mapping[str, int]) -> frozenset[int]:
+        """Have places for so many workers on each of these machines, and on no others; returns the workers who lose
+        theirs. They keep it until they have ended, and then it is given back.
+        """
+        if not isinstance(self._ground, Arranged):
+            raise UserError("This engine cannot be told which machines to use.", hint="`--engine ray` can")
+        used = {worker.slot.agent for worker in self._workers.values()}
+        self._spare = self._ground.arrange(nodes, used - self._spare)
+        self._num_slots = sum(nodes.values())
+        self._give_up_spare()
+        return frozenset(rank for rank, worker in self._workers.items() if worker.slot.agent in self._spare)
+
+    def _give_up_spare(self) -> None:
+        """Let agents go that have no place in the run any more, when their workers have ended."""
+        used = {worker.slot.agent for worker in self._workers.values()}
+        for name in self._spare - used:
+            for agent in [agent for agent in self._agents if agent.name == name]:
+                self._send(agent, ["end"])
+                self._hang_up(agent, EOFError())
+                self._agents.remove(agent)
+            self._spare.discard(name)
+            self._given_up.add(name)
+            assert isinstance(self._ground, Arranged)
+            self._ground.give_up(name)
 
     def _open(self, least: int) -> None:
         """Let agents in, and have them come."""
@@ -232,7 +281,7 @@ class Fleet:
         self._door = Door(self._selector, self._ground.host, self._add_agent, self._listener.problem)
         self._is_closed.clear()
         threading.Thread(target=self._keep_beating, name="shoal beats", daemon=True).start()
-        self._ground.open(self._door.invitation, self._num_slots, least)
+        self._num_slots = self._ground.open(self._door.invitation, self._num_slots, least)
 
     def _keep_beating(self) -> None:
         """Runs in a thread of its own, and touches nothing but lines."""
@@ -436,6 +485,8 @@ class Fleet:
         for key, _ in self._selector.select(max(0.0, most)):
             key.data()
         self._look_at_silence()
+        if self._spare:
+            self._give_up_spare()
         if self._is_gathered and time.monotonic() >= self._ground_due:
             self._ground_due = time.monotonic() + GROUND_SECONDS
             try:
@@ -541,6 +592,10 @@ class Fleet:
             self._listener.problem(f"{error.message} It takes no part.")
             self._hang_up(agent, EOFError())
             return
+        if facts["name"] in self._given_up:  # it was on its way
+            self._send(agent, ["end"])
+            self._hang_up(agent, EOFError())
+            return
         agent.berth = Berth(
             agent=facts["name"],
             node=facts["node"] or facts["host"],
@@ -628,7 +683,8 @@ class Fleet:
             self._bury(rank, -signal.SIGKILL)
         if agent.berth is not None and self._find(agent.name) is None:
             self._listener.problem(f"lost {agent.berth.node} ({agent.berth.address})")
-            self._ground.replace(agent.name)
+            if agent.name not in self._spare:
+                self._ground.replace(agent.name)
 
     def _bury(self, rank: int, code: int | None, result: bytes | None = None) -> None:
         """A worker has ended; without a code, nobody is told."""

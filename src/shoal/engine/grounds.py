@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 class Where:
     """Where workers are to run, as it was asked for. `options` are those that begin with `engine.`.
 
-    `address` is that of a Ray cluster, `hosts` a list for mpirun, `master` that of Spark.
+    `address` is that of a Ray cluster, `hosts` a list for mpirun, `master` that of Spark. Without `engine` it is the
+    one that these belong to; where none of them is given, this machine.
     """
 
-    engine: str = "local"
+    engine: str | None = None
     address: str | None = None
     hosts: str | None = None
     master: str | None = None
@@ -46,20 +47,35 @@ GROUNDS: dict[str, Callable[[Where], "Ground"]] = {"ray": _ray, "mpi": _mpi, "sp
 OPTION_OF = {"address": "ray", "hosts": "mpi", "master": "spark"}
 
 
-def find_ground(where: Where) -> "Ground | None":
-    """Where the machines of an engine are; None is this machine. Raises UserError where that makes no sense."""
-    for option, engine in OPTION_OF.items():
-        if getattr(where, option) is not None and where.engine != engine:
+def engine_of(where: Where) -> str:
+    """The engine that was asked for, by name or by an option that only it has. Raises UserError where they disagree.
+
+    Pure.
+    """
+    if where.engine is not None and where.engine not in ("local", *GROUNDS):
+        raise UserError(f"There is no engine {where.engine!r}.", hint=f"use one of: local, {', '.join(GROUNDS)}")
+    given = [option for option in OPTION_OF if getattr(where, option) is not None]
+    if len(given) > 1:
+        raise UserError(
+            f"--{given[0]} and --{given[1]} were both given.",
+            why=f"the first is for `--engine {OPTION_OF[given[0]]}`, the second for `--engine {OPTION_OF[given[1]]}`",
+            hint="leave one of them out",
+        )
+    for option in given:
+        engine = OPTION_OF[option]
+        if where.engine not in (None, engine):
             raise UserError(
                 f"--{option} was given, and the engine is {where.engine}.",
                 why=f"it says where `--engine {engine}` finds its machines",
-                hint=f"add `--engine {engine}`, or leave --{option} out",
+                hint=f"leave --engine out, or leave --{option} out",
             )
-    if where.engine == "local":
-        return None
-    if where.engine not in GROUNDS:
-        raise UserError(f"There is no engine {where.engine!r}.", hint=f"use one of: local, {', '.join(GROUNDS)}")
-    return GROUNDS[where.engine](where)
+    return where.engine or (OPTION_OF[given[0]] if given else "local")
+
+
+def find_ground(where: Where) -> "Ground | None":
+    """Where the machines of an engine are; None is this machine. Raises UserError where that makes no sense."""
+    engine = engine_of(where)
+    return None if engine == "local" else GROUNDS[engine](where)
 
 
 def amount(text: str, name: str) -> float:

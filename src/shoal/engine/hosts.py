@@ -71,7 +71,7 @@ class HostsGround:
         self._invitation: Invitation | None = None
         self._num_wanted = self._least = 0
 
-    def open(self, invitation: Invitation, num_slots: int, least: int) -> None:
+    def open(self, invitation: Invitation, num_slots: int, least: int) -> int:
         there = sum(each.host.num_slots for each in self._started)
         if there < least:
             raise UserError(
@@ -82,6 +82,7 @@ class HostsGround:
         self._invitation, self._num_wanted, self._least = invitation, num_slots, least
         for each in self._started:
             self._start(each)
+        return num_slots
 
     def look(self) -> Sequence[UserError]:
         now, kept_away = time.monotonic(), self._look_for_late()

@@ -2,18 +2,21 @@
 
 import contextlib
 import gc
+import json
 import os
 import socket
 import sys
 import time
 import urllib.parse
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.engine.agent import serve
 from shoal.engine.clusters import find_cluster
 from shoal.engine.env import has_ray_tls, has_ray_token, leave_ray, set_all, set_defaults
+from shoal.engine.fit import parse_bytes
 from shoal.engine.greeting import GRPC, Greeting, greet
 from shoal.engine.grounds import amount
 from shoal.engine.machine import route_to
@@ -24,8 +27,15 @@ PROBE_SECONDS = 5.0
 END_SECONDS = 2.0
 GROWTH_SECONDS = 2.0
 """How often a cluster that is to grow is looked at."""
+GROWTH_PATIENCE_SECONDS = 600.0
+"""How long a cluster that grows by itself gets where nobody said."""
+STATUS_KEY, ALONE = "__autoscaling_status", "node_"
+"""Where Ray's autoscaler writes down how it goes, and what the types of nodes begin with that it did not start."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 COPIES = "working_dir_files"
+ON_NODE = 0.001
+"""Of what each machine has one of, named after its address: whoever asks for some of it is put on that machine."""
+
 PLACEMENTS = {"pack": "PACK", "spread": "SPREAD", "strict-pack": "STRICT_PACK", "strict-spread": "STRICT_SPREAD"}
 
 
@@ -33,20 +43,23 @@ PLACEMENTS = {"pack": "PACK", "spread": "SPREAD", "strict-pack": "STRICT_PACK", 
 class Request:
     """What each worker needs of its machine, and how workers are to lie: `placement` is one of `PLACEMENTS`.
 
-    `labels` are those of nodes, which must all fit. `wait_seconds`: how long a cluster that grows by itself may take
-    to get the machines that it does not have.
+    `labels` are those of nodes, which must all fit. `nodes`, where it is given, are the machines to use, by name or
+    address, and how many workers are to be on each: then those decide, and `placement` does not. `wait_seconds`: how
+    long a cluster that grows by itself may take to get the machines that it does not have; None: nobody said.
     """
 
     cpus: float = 1.0
     gpus: float = 0.0
+    memory_bytes: int = 0
     resources: Mapping[str, float]
     labels: Mapping[str, str]
+    nodes: Mapping[str, int] = field(default_factory=dict)
     placement: str = "pack"
-    wait_seconds: float = 0.0
+    wait_seconds: float | None = None
 
     @property
     def bundle(self) -> dict[str, float]:
-        wanted = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
+        wanted = {"CPU": self.cpus, "GPU": self.gpus, "memory": self.memory_bytes, **self.resources}
         return {name: amount for name, amount in wanted.items() if amount}
 
 
@@ -60,14 +73,29 @@ def read_request(options: Mapping[str, str]) -> Request:
     return Request(
         cpus=amount(options.get("engine.cpus", "1"), "engine.cpus"),
         gpus=amount(options.get("engine.gpus", "0"), "engine.gpus"),
+        memory_bytes=parse_bytes(options.get("engine.memory", "0")),
         resources={
             name: amount(value, "engine.resources")
             for name, value in _pairs(options.get("engine.resources", ""), "engine.resources", "disk=1")
         },
         labels=dict(_pairs(options.get("engine.labels", ""), "engine.labels", "zone=a")),
+        nodes=_read_nodes(options.get("engine.nodes", "")),
         placement=placement,
-        wait_seconds=amount(options.get("engine.wait", "0"), "engine.wait"),
+        wait_seconds=amount(options["engine.wait"], "engine.wait") if "engine.wait" in options else None,
     )
+
+
+def _read_nodes(text: str) -> dict[str, int]:
+    found = {}
+    for name, count in _pairs(text, "engine.nodes", "anna=2,bert=1"):
+        if not (count.isascii() and count.isdecimal() and int(count) > 0) or name in found:
+            raise UserError(
+                f"engine.nodes is {text!r}.",
+                why="it names each machine once, with the number of workers there",
+                hint="for example: `anna=2,bert=1`",
+            )
+        found[name] = int(count)
+    return found
 
 
 def _pairs(text: str, name: str, example: str) -> list[tuple[str, str]]:
@@ -174,11 +202,16 @@ def _refused(address: str | None, why: str) -> UserError:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Slot:
-    """One agent to be: its place in a placement group, and the call that it is in."""
+    """One agent to be: its place in a placement group, and the call that it is in.
+
+    `node` is the address of the machine where it must be; empty where Ray may choose.
+    """
 
     number: int
     group: Any
-    index: int
+    index: int = 0
+    node: str = ""
+    is_given_up: bool = False
     actor: Any = None
     call: Any = None
     due: float = 0.0
@@ -187,6 +220,9 @@ class _Slot:
 
 class RayGround:
     """One group for the workers that are needed, which start together or not at all; one for each that may join.
+
+    Where it was said which machines to use, somebody keeps them free for us, and each worker has a group of its own,
+    on its machine: so each can be given back alone.
 
     Ray restarts nothing of this: an agent that ends is started again when the launcher asks for it, where Ray has put
     its place by then.
@@ -203,18 +239,76 @@ class RayGround:
         self._look_due = 0.0
         self._shipped = shipped_folder(_here())
 
-    def open(self, invitation: Invitation, num_slots: int, least: int) -> None:
+    def open(self, invitation: Invitation, num_slots: int, least: int) -> int:
         self._invitation, self._least = invitation, least
-        if self._request.wait_seconds:
+        if self._request.nodes:
+            self._check_nodes(self._request.nodes, least)
+            for address in self._addresses(self._request.nodes).elements():
+                self._add(self._new_group(1, address), node=address)
+            return len(self._slots)
+        if wait_seconds := patience(self._ray, self._request):
             self._ask_for_machines(num_slots)
-            self._grow_until = time.monotonic() + self._request.wait_seconds
+            self._grow_until = time.monotonic() + wait_seconds
         else:
             check_room(self._ray, self._request, least)
-        groups = [self._new_group(least), *(self._new_group(1) for _ in range(num_slots - least))]
-        places = [(groups[0], index) for index in range(least)] + [(group, 0) for group in groups[1:]]
-        self._slots = [_Slot(number=n, group=group, index=index) for n, (group, index) in enumerate(places)]
-        for slot in self._slots:
-            self._start(slot)
+        together = self._new_group(least)
+        for index in range(least):
+            self._add(together, index)
+        for _ in range(num_slots - least):
+            self._add(self._new_group(1))
+        return num_slots
+
+    def _add(self, group: Any, index: int = 0, node: str = "") -> None:
+        self._slots.append(_Slot(number=len(self._slots), group=group, index=index, node=node))
+        self._start(self._slots[-1])
+
+    def _check_nodes(self, nodes: Mapping[str, int], least: int) -> None:
+        """Raise UserError where these could never have so many workers. A machine that is gone may come back."""
+        known = [name for node in self._ray.nodes() for name in (node["NodeName"], node["NodeManagerAddress"])]
+        if unknown := [name for name in nodes if name not in known]:
+            raise UserError(
+                f"There is no machine {unknown[0]!r} in the Ray cluster.",
+                why=f"there are: {', '.join(sorted(set(known)))}",
+                hint="`shoal nodes` shows them; engine.nodes has names or addresses",
+            )
+        if sum(nodes.values()) < least:
+            raise UserError(
+                f"engine.nodes has places for {sum(nodes.values())} workers, and {least} are needed.",
+                hint="use `-n` with fewer, or name more machines",
+            )
+
+    def _addresses(self, nodes: Mapping[str, int]) -> Counter[str]:
+        """The same by address. A name that Ray does not know is taken for one: its machine may come yet."""
+        addresses = {node["NodeName"]: node["NodeManagerAddress"] for node in self._ray.nodes()}
+        found: Counter[str] = Counter()
+        for name, count in nodes.items():
+            found[addresses.get(name, name)] += count
+        return found
+
+    def arrange(self, nodes: Mapping[str, int], used: Collection[str]) -> set[str]:
+        if not self._request.nodes:
+            raise UserError(
+                "This run cannot be told which machines to use.",
+                why="Ray chooses them, for it began without engine.nodes",
+                hint="begin it with `-o engine.nodes=NAME=2`",
+            )
+        spare: set[str] = set()
+        missing = self._addresses(nodes)
+        kept = [slot for slot in self._slots if not slot.is_given_up]
+        for slot in sorted(kept, key=lambda slot: (str(slot.number) not in used, slot.number)):
+            if missing[slot.node] > 0:
+                missing[slot.node] -= 1
+            else:
+                spare.add(str(slot.number))
+        for address in missing.elements():
+            self._add(self._new_group(1, address), node=address)
+        return spare
+
+    def give_up(self, agent: str) -> None:
+        slot = self._slots[int(agent)]
+        self._kill(slot)
+        slot.is_given_up, slot.due = True, 0.0
+        self._remove_group(slot)
 
     def look(self) -> Sequence[UserError]:
         now, kept_away = time.monotonic(), []
@@ -251,13 +345,17 @@ class RayGround:
     def replace(self, agent: str) -> None:
         slot = self._slots[int(agent)]
         self._kill(slot)
-        if slot.number >= self._least:
+        if slot.node or slot.number >= self._least:
             # Ray moves places of a machine that is gone once it is sure of that, which takes it some 15 s.
+            self._remove_group(slot)
             with contextlib.suppress(Exception):  # a cluster that is gone has no places at all
-                self._ray.util.remove_placement_group(slot.group)
-                self._groups.remove(slot.group)
-                slot.group = self._new_group(1)
+                slot.group = self._new_group(1, slot.node)
         self._later(slot)
+
+    def _remove_group(self, slot: _Slot) -> None:
+        with contextlib.suppress(Exception):  # a cluster that is gone needs no giving back
+            self._groups.remove(slot.group)
+            self._ray.util.remove_placement_group(slot.group)
 
     def _later(self, slot: _Slot) -> None:
         slot.due = time.monotonic() + slot.pause
@@ -278,10 +376,11 @@ class RayGround:
         if self._is_ours:
             self._ray.shutdown()
 
-    def _new_group(self, count: int) -> Any:
+    def _new_group(self, count: int, node: str = "") -> Any:
+        there = {f"node:{node}": ON_NODE} if node else {}
         labels = [dict(self._request.labels)] * count if self._request.labels else None
         group = self._ray.util.placement_group(
-            [self._request.bundle] * count,
+            [{**self._request.bundle, **there}] * count,
             strategy=PLACEMENTS[self._request.placement],
             bundle_label_selector=labels,
         )
@@ -297,6 +396,7 @@ class RayGround:
         options = {
             "num_cpus": self._request.cpus,
             "num_gpus": self._request.gpus,
+            "memory": self._request.memory_bytes or None,
             "resources": dict(self._request.resources),
             "scheduling_strategy": strategy,
             "max_restarts": 0,
@@ -335,7 +435,11 @@ class RayGround:
         if all(group.wait(0) for group in self._groups):
             return "agents are starting"
         free = self._ray.available_resources()
-        return f"each worker needs {_tell(self._request.bundle)}; free in the cluster: {_tell(free) or 'nothing'}"
+        told = f"each worker needs {_tell(self._request.bundle)}; free in the cluster: {_tell(free) or 'nothing'}"
+        if self._grow_until is None:
+            return told
+        left = max(0.0, self._grow_until - time.monotonic())
+        return f"{told}. The cluster was asked to grow, and gets {left:.0f} s more (`-o engine.wait=SECONDS`)"
 
 
 class RayAgent:
@@ -362,9 +466,31 @@ def check_room(ray: Any, request: Request, least: int) -> None:
         raise UserError(
             f"The Ray cluster has room for {fitting} workers, and {least} are needed.",
             why=f"each needs {_tell(request.bundle)}{_tell_labels(request.labels)}; there is {has}",
-            hint="use `-n` with fewer, ask less for each (`-o engine.cpus=0.5`), add machines, or, if the "
-            "cluster grows by itself, give it time: `-o engine.wait=600`",
+            hint="use `-n` with fewer, ask less for each (`-o engine.cpus=0.5`), or add machines. A cluster that "
+            "grows by itself gets time with `-o engine.wait=600`",
         )
+
+
+def patience(ray: Any, request: Request) -> float:
+    """How long machines are waited for that are not there yet: as was said, or where the cluster grows by itself."""
+    if request.wait_seconds is not None:
+        return request.wait_seconds
+    return GROWTH_PATIENCE_SECONDS if does_grow(ray) else 0.0
+
+
+def does_grow(ray: Any) -> bool:
+    """Whether Ray's autoscaler adds machines to the cluster. It runs in others, too, and only looks on there."""
+    text = ray.experimental.internal_kv._internal_kv_get(STATUS_KEY)
+    return has_node_types(json.loads(text)) if text else False
+
+
+def has_node_types(status: Mapping[str, Any]) -> bool:
+    """Whether an autoscaler that reports this starts nodes: of a type, then, and not each of its own. Pure."""
+    report = status.get("autoscaler_report") or {}
+    kinds = [*report.get("active_nodes", ()), *(report.get("idle_nodes") or ()), *report.get("pending_launches", ())]
+    kinds += [kind for _, kind, *_ in report.get("pending_nodes", ())]
+    kinds += (report.get("node_type_mapping") or {}).values()  # also of nodes that are not at work yet
+    return any(not kind.startswith(ALONE) for kind in kinds)
 
 
 def count_fitting(nodes: Sequence[Mapping[str, Any]], request: Request) -> int:
@@ -383,12 +509,17 @@ def count_fitting(nodes: Sequence[Mapping[str, Any]], request: Request) -> int:
 
 
 def _tell(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(resources.items()) if _is_telling(name))
+    parts = [
+        f"{amount / 2**30:.3g} GiB of memory" if name == "memory" else f"{amount:g} {name}"
+        for name, amount in sorted(resources.items())
+        if _is_telling(name)
+    ]
+    return ", ".join(parts)
 
 
 def _is_telling(name: str) -> bool:
     """Ray counts more than people want to know: an own resource for each node and each placement group."""
-    return not name.startswith("node:") and "_group_" not in name and "memory" not in name and name != "bundle"
+    return not name.startswith("node:") and "_group_" not in name and name not in ("object_store_memory", "bundle")
 
 
 def _tell_labels(labels: Mapping[str, str]) -> str:
@@ -423,6 +554,6 @@ def shipped_folder(folder: str) -> str | None:
 def _own_address(ray: Any) -> str:
     """Where the machines of the cluster reach this one."""
     if ray.util.client.ray.is_connected():
-        address = ray.util.client.ray.get_context().client_worker.address
+        address = ray.util.client.ray.get_context().client_worker._conn_str
         return route_to(urllib.parse.urlsplit(f"//{address}").hostname or "")
     return str(ray.util.get_node_ip_address())

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from shoal.spec.errors import UserError
 
-MAX_LINE_BYTES = 4096
+MAX_LINE_BYTES = 16 << 10
 MAX_CALLERS = 8
 CALLER_SECONDS = 2.0
 ANSWER_SECONDS = 5.0

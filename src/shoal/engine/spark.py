@@ -223,7 +223,7 @@ class SparkGround:
         self._has_begun = False
         self._grown_at = 0.0
 
-    def open(self, invitation: Invitation, num_slots: int, least: int) -> None:
+    def open(self, invitation: Invitation, num_slots: int, least: int) -> int:
         self._invitation, self._least, self._grown_at = invitation, least, time.monotonic()
         check_copies(self._settings)
         with _spark_may_be_gone():
@@ -232,6 +232,7 @@ class SparkGround:
                 raise _too_few(most, least, self._master)
             self._slots = [_Slot(number=number) for number in range(num_slots)]
             self._begin()
+        return num_slots
 
     def look(self) -> Sequence[UserError]:
         now, kept_away = time.monotonic(), []

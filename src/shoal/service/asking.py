@@ -20,6 +20,13 @@ MAX_ARGS = 1000
 MAX_ARG_BYTES = 128 << 10
 MAX_WORKERS = 100_000
 MAX_PRIORITY = 1_000_000
+_OURS = {
+    "engine.cpus": "`--cores`",
+    "engine.gpus": "`--gpus`",
+    "engine.memory": "`--memory`",
+    "engine.nodes": "`--partition` or `--kind`",
+    "engine.start": "`-n MIN:MAX`",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +126,7 @@ def read_asked(row: Mapping[str, Any]) -> Asked:
     args = tuple(_texts(row, "args", MAX_ARGS, MAX_ARG_BYTES))
     if not args:
         raise UserError("No script was named.", hint="args has the script and its arguments")
+    _check_options(args)
     folder = _text(row, "dir", "", 4096)
     if not os.path.isabs(folder) or "\0" in folder:
         raise UserError(
@@ -157,6 +165,19 @@ def script_of(args: Sequence[str]) -> str:
     if "--" in args and args[-1] != "--":
         return args[list(args).index("--") + 1]
     return next((arg for arg in args if not arg.startswith("-")), args[0])
+
+
+def _check_options(args: Sequence[str]) -> None:
+    """Raise UserError for options of a launcher that are the queue's to give: it counts what they ask for."""
+    for flag, value in zip(args, (*args[1:], ""), strict=True):
+        text = value if flag in ("-o", "--option") else flag.removeprefix("--option=")
+        name = text.partition("=")[0]
+        if name in _OURS:
+            raise UserError(
+                f"A job in the queue cannot have `-o {name}`.",
+                why="the queue chooses the machines, and keeps count of what is used on them",
+                hint=f"say it with {_OURS[name]}",
+            )
 
 
 def default_name(args: Sequence[str]) -> str:

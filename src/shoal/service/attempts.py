@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -115,8 +115,11 @@ def stop(jobs_folder: str, job: str, token: int, why: str) -> None:
     _have_kept(folder)
 
 
-def resize(jobs_folder: str, job: str, token: int, num_workers: int) -> None:
-    """Have an elastic attempt go on with another number of workers, within its limits."""
+def resize(jobs_folder: str, job: str, token: int, num_workers: int, places: Mapping[str, int] | None = None) -> None:
+    """Have an elastic attempt go on with another number of workers, within its limits.
+
+    On a cluster `places` says how many are to be at which address.
+    """
     folder = attempt_folder(jobs_folder, job, token)
     orders = read(folder / "orders.json")
     if not orders or (folder / "ended.json").exists():
@@ -128,7 +131,7 @@ def resize(jobs_folder: str, job: str, token: int, num_workers: int) -> None:
             why=f"it asked for {least} to {most}",
             hint="ask for those",
         )
-    _tell(folder, "resize.json", {"num_workers": num_workers})
+    _tell(folder, "resize.json", {"num_workers": num_workers, **({"nodes": dict(places)} if places else {})})
 
 
 def _tell(folder: Path, name: str, value: dict[str, Any]) -> None:

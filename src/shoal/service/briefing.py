@@ -1,5 +1,7 @@
 """What a keeper is told: the attempt to make, from a job that has its nodes. Pure."""
 
+from collections.abc import Mapping
+
 from shoal.service.job import Job
 from shoal.service.orders import Orders
 from shoal.service.settings import Settings
@@ -7,18 +9,17 @@ from shoal.service.settings import Settings
 INDEX = "SHOAL_ARRAY_INDEX"
 
 
-def orders_for(job: Job, settings: Settings, engine: str) -> Orders:
-    """The same job and token give the same orders, before and after a crash."""
+def orders_for(job: Job, settings: Settings, engine: str, addresses: Mapping[str, str]) -> Orders:
+    """The same job and token give the same orders, before and after a crash. `addresses` are those of its nodes."""
     asked = job.asked
-    args = asked.run_args if engine == "local" else ("--engine", engine, *asked.run_args)
+    args = asked.run_args if engine == "local" else (*_on_ray(job, addresses), *asked.run_args)
     limit = asked.time_limit_seconds
-    env = {**asked.env, "SHOAL_JOB": str(job.number)}
     return Orders(
         job=str(job.number),
         token=job.token,
         argv=args,
         cwd=asked.working_dir,
-        env=env if asked.index is None else {**env, INDEX: str(asked.index)},
+        env=env_of(job),
         run_name=job.run_name,
         is_resumed=job.has_run,
         min_workers=job.min_workers,
@@ -31,3 +32,30 @@ def orders_for(job: Job, settings: Settings, engine: str) -> Orders:
         time_limit_seconds=None if limit is None else max(limit - job.run_seconds, 1.0),
         grace_seconds=settings.grace_seconds,
     )
+
+
+def env_of(job: Job) -> dict[str, str]:
+    """What the environment of a job's workers has more than that of their machine."""
+    index = {} if job.asked.index is None else {INDEX: str(job.asked.index)}
+    return {**job.asked.env, "SHOAL_JOB": str(job.number), **index}
+
+
+def places_of(allocation: Mapping[str, int], addresses: Mapping[str, str]) -> dict[str, int]:
+    """How many workers are to be at which address; where that is not known, the name says it."""
+    return {addresses.get(name, name): workers for name, workers in allocation.items()}
+
+
+def _on_ray(job: Job, addresses: Mapping[str, str]) -> tuple[str, ...]:
+    """What Ray is asked for: what each worker needs, on the machines that were chosen for them and on no others."""
+    asked = job.asked
+    places = places_of(job.allocation, addresses)
+    options = {
+        "engine.cpus": f"{asked.cores:g}",
+        "engine.gpus": f"{asked.gpus:g}",
+        "engine.memory": str(asked.memory_bytes),
+        "engine.nodes": ",".join(f"{place}={workers}" for place, workers in places.items()),
+    }
+    each = [part for name, value in options.items() for part in ("-o", f"{name}={value}")]
+    # The launcher has these, and its workers are elsewhere. Values may be secrets, and commands are seen by all.
+    passed_on = [f"--env={name}" for name in env_of(job)]
+    return ("--engine", "ray", "--threads", str(max(1, int(asked.cores))), *passed_on, *each)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from shoal.place.cluster import Node, Queued
 from shoal.service import acts, transitions
-from shoal.service.briefing import orders_for
+from shoal.service.briefing import orders_for, places_of
 from shoal.service.deciding import (
     Promise,
     Todo,
@@ -24,6 +24,7 @@ from shoal.service.job import RUNNING, STARTING, STOPPING, WAITING, Job
 from shoal.service.learned import Prospect, Usual, explain_waits, is_settling, patience_of
 from shoal.service.learner import Learner
 from shoal.service.machines import Machines
+from shoal.service.orders import Orders
 from shoal.service.places import JOBS
 from shoal.service.settings import FILE, read_settings
 from shoal.service.state import Shared
@@ -48,7 +49,7 @@ class Keeper(Protocol):
     def start(self, jobs_folder: str, orders: Any) -> None: ...
     def look(self, jobs_folder: str, job: str, token: int) -> Any: ...
     def stop(self, jobs_folder: str, job: str, token: int, why: str) -> None: ...
-    def resize(self, jobs_folder: str, job: str, token: int, num_workers: int) -> None: ...
+    def resize(self, jobs_folder: str, job: str, token: int, num_workers: int, places: Mapping[str, int]) -> None: ...
     def here(self, folder: str) -> Node: ...
 
 
@@ -62,7 +63,7 @@ class Dispatcher:
         os.makedirs(self._folder, mode=0o700, exist_ok=True)
         self._machines = Machines(lambda: keeper.here(shared.home))
         self._learner = Learner(shared, self._look_again, lambda: self._machines.links)
-        self._told: dict[tuple[int, int], tuple[str, int]] = {}
+        self._told: dict[tuple[int, int], tuple[str, int, Mapping[str, int]]] = {}
         self._started: dict[tuple[int, int], float] = {}
         self._promised: dict[int, Promise] = {}
         self._changes_seen = -1
@@ -158,7 +159,7 @@ class Dispatcher:
         """Start what was written down. The same token twice is one attempt, so this may be done again."""
         self._started[job.number, job.token] = time.monotonic()
         try:
-            self._keeper.start(self._folder, orders_for(job, self._shared.settings, self._machines.engine))
+            self._keeper.start(self._folder, self._orders(job))
         except ShoalError as error:
             told = f"{error.message} {error.why}".strip()
             self._write(
@@ -167,9 +168,17 @@ class Dispatcher:
                 job.token,
             )
 
+    def _orders(self, job: Job) -> Orders:
+        return orders_for(job, self._shared.settings, self._machines.engine, self._machines.addresses)
+
+    def _places(self, job: Job) -> dict[str, int]:
+        """Where its workers are to be; nothing on one machine, where that is plain."""
+        wanted = job.allocation if job.target is None else job.target
+        return {} if self._machines.engine == "local" else places_of(wanted, self._machines.addresses)
+
     def _tell(self, job: Job, seen: Any) -> None:
         """Pass on a wish or a size. Keepers take the same twice, and after a restart they get it again."""
-        key, wanted = (job.number, job.token), (job.wish, job.num_wanted)
+        key, wanted = (job.number, job.token), (job.wish, job.num_wanted, self._places(job))
         if self._told.get(key) == wanted:
             return
         if job.state == STOPPING:
@@ -177,7 +186,7 @@ class Dispatcher:
         elif (
             job.asked.is_elastic and seen.state == "running" and (key in self._told or seen.num_workers != wanted[1])
         ):
-            self._keeper.resize(self._folder, str(job.number), job.token, job.num_wanted)
+            self._keeper.resize(self._folder, str(job.number), job.token, *wanted[1:])
         elif seen.state != "running":
             return
         self._told[key] = wanted

@@ -94,7 +94,7 @@ class Keeper:
         self._status: dict[str, Any] = {"run_dir": str(self._run_dir), "num_workers": orders.num_workers}
         self._why = self._over = ""
         self._was_killed = False
-        self._resized = orders.num_workers
+        self._resized: dict[str, Any] = {"num_workers": orders.num_workers}
         self._peak_bytes = self._worker_peak_bytes = 0
         self._kills = 0
 
@@ -171,7 +171,7 @@ class Keeper:
         used = sum(sizes.values())
         self._peak_bytes = max(self._peak_bytes, used)
         self._status |= {"memory_bytes": used, "peak_memory_bytes": self._peak_bytes}
-        if len(workers) >= self._resized:  # of workers on other machines nothing is known
+        if len(workers) >= self._resized["num_workers"]:  # of workers on other machines nothing is known
             largest = max((sum(sizes.get(pid, 0) for pid in pids) for pids in workers.values()), default=0)
             self._worker_peak_bytes = max(self._worker_peak_bytes, largest)
             self._status["worker_peak_bytes"] = self._worker_peak_bytes
@@ -196,17 +196,18 @@ class Keeper:
     def _resize(self, cage: Cage) -> None:
         """Hand a wish on to the launcher. One that does not listen yet is asked again; memory that is given back is
         taken away when the workers have gone."""
-        wanted = read(self._folder / "resize.json").get("num_workers", self._resized)
+        wish = read(self._folder / "resize.json") or self._resized
+        wanted = wish.get("num_workers")
         if not isinstance(wanted, int):
             return
         if wanted > cage.limits.num_workers:
             cage.fit(wanted)
-        if wanted != self._resized:
+        if wish != self._resized:
             try:
-                ask(str(self._run_dir), {"verb": "resize", "num_workers": wanted})
+                ask(str(self._run_dir), {"verb": "resize", **wish})
             except UserError:
                 return
-            self._resized = self._status["num_workers"] = wanted
+            self._resized, self._status["num_workers"] = wish, wanted
         if wanted < cage.limits.num_workers and read(self._run_dir / "run.json").get("num_workers") == wanted:
             cage.fit(wanted)
 

@@ -2,10 +2,12 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 from shoal.cluster.ask_ray import ask_ray
 from shoal.cluster.links import read_links
+from shoal.cluster.listing import Node as Machine
 from shoal.cluster.listing import current_nodes
 from shoal.engine.clusters import HEAD, Cluster, cluster_folder, is_running, read_cluster
 from shoal.place.cluster import Node
@@ -16,7 +18,10 @@ RAY_SECONDS = 20.0
 
 
 class Machines:
-    """Asks again now and then. Ray is asked in a thread: its answer takes a second or two, and may never come."""
+    """Asks again now and then. Ray is asked in a thread: its answer takes a second or two, and may never come.
+
+    `addresses` are those of the machines of a cluster, by name.
+    """
 
     def __init__(self, here: Callable[[], Node]) -> None:
         self._here = here
@@ -24,6 +29,7 @@ class Machines:
         self._looked_at = -1e9
         self._asking: threading.Thread | None = None
         self.links: Mapping[tuple[str, str], float] = {}
+        self.addresses: Mapping[str, str] = {}
         self.engine = "local"
         self.problem = ""
 
@@ -36,7 +42,9 @@ class Machines:
             cluster = read_cluster(cluster_folder())
             if cluster is None or cluster.role != HEAD or not is_running(cluster):
                 self._nodes, self.engine, self.links, self.problem = (self._here(),), "local", {}, ""
+                self.addresses = {}
             else:
+                self.engine = "ray"  # also while nothing is known of its machines yet
                 self._asking = threading.Thread(target=self._ask, args=(cluster,), daemon=True)
                 self._asking.start()
         return self._nodes
@@ -49,16 +57,23 @@ class Machines:
             # What was known stays: a head that is slow to answer is not a cluster without nodes.
             self.problem = f"{error.message} {error.why}"
             return
+        named = name_each([node for node in found if node.is_alive])
+        self.addresses = {name: node.address for name, node in named.items()}
         self._nodes = tuple(
             Node(
-                name=node.name,
+                name=name,
                 kind=node.labels.get("kind", "gpu" if node.gpus else "cpu"),
                 cores=node.cores,
                 memory_bytes=node.memory_bytes,
                 gpus=int(node.gpus),
             )
-            for node in found
-            if node.is_alive
+            for name, node in named.items()
         )
         self.links = {(link.first, link.second): link.rate for link in known[0]} if known else {}
-        self.engine, self.problem = "ray", ""
+        self.problem = ""
+
+
+def name_each(found: Sequence[Machine]) -> dict[str, Machine]:
+    """Machines by name; those that are called alike by name and address. Pure."""
+    count = Counter(node.name for node in found)
+    return {node.name if count[node.name] == 1 else f"{node.name}-{node.address}": node for node in found}

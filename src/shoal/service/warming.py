@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from shoal.engine.cgroups import find_parent
@@ -189,8 +189,10 @@ class WarmAttempts:
     def stop(self, jobs_folder: str, job: str, token: int, why: str) -> None:
         attempts.stop(jobs_folder, job, token, why)
 
-    def resize(self, jobs_folder: str, job: str, token: int, num_workers: int) -> None:
-        attempts.resize(jobs_folder, job, token, num_workers)
+    def resize(
+        self, jobs_folder: str, job: str, token: int, num_workers: int, places: Mapping[str, int] | None = None
+    ) -> None:
+        attempts.resize(jobs_folder, job, token, num_workers, places)
 
     def here(self, folder: str) -> Node:
         return attempts.here(folder)

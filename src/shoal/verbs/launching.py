@@ -26,10 +26,16 @@ RUN_OPTIONS: Options = (
     ),
     (("-m", "--module"), {"action": "store_true", "help": "SCRIPT is a module, as with `python -m`"}),
     (("--python",), {"metavar": "PATH", "help": "interpreter of the workers (default: this one)"}),
-    (("--env",), {"metavar": "K=V", "action": "append", "help": "set a variable for the workers; may be repeated"}),
+    (
+        ("--env",),
+        {"metavar": "K[=V]", "action": "append", "help": "a variable for the workers; without =V as it is here"},
+    ),
     (
         ("--engine",),
-        {"metavar": "NAME", "default": "local", "help": "local, ray, mpi or spark: see docs/clusters.md"},
+        {
+            "metavar": "NAME",
+            "help": "local, ray, mpi or spark (default: what the next three options say, else local)",
+        },
     ),
     (("--address",), {"metavar": "HOST:PORT", "help": "the Ray cluster (default: the one that this machine is in)"}),
     (
@@ -144,7 +150,7 @@ def read_job(
         min_workers=least,
         threads_per_worker=None if options.threads is None else parse_count(options.threads, "--threads"),
         python=options.python,
-        env={**_read_faults(options.faults), **parse_pairs(options.env, "--env")},
+        env={**_read_faults(options.faults), **_read_env(options.env)},
         framework=_check_framework(options.framework),
         options={**recorded.get("options", {}), **parse_pairs(options.option, "-o")},
         working_dir=_here() if rest else recorded.get("working_dir") or _here(),
@@ -159,6 +165,14 @@ def _read_faults(path: str | None) -> dict[str, str]:
 
     Faults.read(path)
     return {"SHOAL_FAULTS": f"@{os.path.abspath(path)}"}
+
+
+def _read_env(texts: Sequence[str] | None) -> dict[str, str]:
+    """Variables for the workers. One without a value has that of the launcher, if it is set there."""
+    from shoal.engine.env import inherited_env
+
+    ours = inherited_env() if texts else {}
+    return parse_pairs([f"{text}={ours[text]}" if text in ours else text for text in texts or ()], "--env")
 
 
 def _here() -> str:

@@ -25,8 +25,8 @@ class Run:
     def room(self, room: int | None) -> "Run":
         return self.do(self.coordinator.roomed(room, self.now))
 
-    def resize(self, num_workers: int) -> "Run":
-        return self.do(self.coordinator.resized(num_workers, self.now))
+    def resize(self, num_workers: int, *going: int) -> "Run":
+        return self.do(self.coordinator.resized(num_workers, self.now, frozenset(going)))
 
     def start(self, worker: int) -> "Run":
         return self.do(self.coordinator.started(worker, 100 + worker, self.now))
@@ -188,3 +188,44 @@ def test_more_than_there_is_room_for_may_be_asked_for() -> None:
     run.resize(2)
     assert run.resize(3).starts == []
     assert run.room(3).starts == [2]
+
+
+def let_go(run: Run) -> tuple[str, ...]:
+    """All stand still, and the next World is published."""
+    world = run.coordinator.world
+    assert world is not None
+    for member in world.members:
+        run.hear(member.worker, "boundary", generation=world.generation, trainer=0, call=0, step=2)
+        if run.world:
+            return run.world
+    return ()
+
+
+def test_workers_of_a_machine_that_is_given_up_go_whatever_their_numbers() -> None:
+    run = Run(4, room=4, max_workers=4).all_in()
+    run.resize(2, 0, 1)
+    assert let_go(run) == ("2.0", "3.0")
+    for worker in (0, 1):
+        run.exit(worker, 0)
+        assert run.starts == []
+    assert run.room(2).starts == []
+    # Those who are there stay, and what is wanted besides them is started.
+    assert run.resize(3).starts == []
+    assert run.room(3).starts == [0]
+    assert run.coordinator.state.wanted == [0, 2, 3]
+
+
+def test_a_run_that_moves_as_a_whole_keeps_its_numbers() -> None:
+    """There are no other numbers: those on the machine that is given up are wanted all the same."""
+    run = Run(2, room=2, max_workers=2).all_in()
+    assert run.resize(2, 0, 1).kills == []
+    assert run.coordinator.state.wanted == [0, 1]
+
+
+def test_a_worker_that_is_lost_while_others_go_is_not_missed() -> None:
+    run = Run(3, room=3, max_workers=3).all_in()
+    run.resize(2, 0)
+    run.exit(0)
+    assert run.starts == []
+    assert run.tick(120).starts == []
+    assert run.resize(3).starts == [0]

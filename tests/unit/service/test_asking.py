@@ -36,6 +36,8 @@ def test_what_people_write_becomes_what_is_asked():
         ({"dir": "relative"}, "not a folder"),
         ({"args": []}, "No script"),
         ({"args": ["a\0b"]}, "list of texts"),
+        ({"args": ["-o", "engine.cpus=4", "train.py"]}, "cannot have `-o engine.cpus`"),
+        ({"args": ["--option=engine.nodes=a=1", "train.py"]}, "cannot have `-o engine.nodes`"),
         ({"workers": "8:1"}, "not a number of workers"),
         ({"workers": -1}, "not a number of workers"),
         ({"workers": True}, "not a number of workers"),
