@@ -270,10 +270,14 @@ class _Turn:
     def change(self, job: Job, place: Place) -> None:
         """Another size for one that runs, as far as it can go on with it. Else it is stopped, to start there."""
         had, devices = held_by(job)
-        both = _in_common(had, devices, place)
-        if both == had:
-            if sum(place.allocation.values()) > sum(had.values()) and job.asked.is_elastic:
+        # What it had on nodes that are gone, it has no more: others in their place are a growth.
+        there = {name: workers for name, workers in had.items() if name in self.room.cores}
+        both = _in_common(there, devices, place)
+        if both == there and sum(place.allocation.values()) > sum(there.values()):
+            if job.asked.is_elastic:
                 self.grow(job, place)
+        elif both == had:
+            return
         elif job.asked.is_elastic and sum(both.values()) >= job.min_workers:
             # What it is to have elsewhere it gets by a later decision: it goes on meanwhile.
             smaller = Place(job=place.job, allocation=both, devices=_first(devices, had, both), why=place.why)

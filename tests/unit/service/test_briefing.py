@@ -76,5 +76,5 @@ def test_workers_of_a_node_that_is_gone_get_places_on_another() -> None:
     job = replace(JOB, state="running", allocation={"anna": 2, "bert": 2})
     nodes = [Node(name=name, cores=4.0, gpus=2, memory_bytes=8 << 30) for name in ("anna", "carl")]
     there = {"anna": 2, "carl": 2}
-    (todo,), _ = can_do([Place(job="7", allocation=there, why="")], {7: job}, nodes, {})
+    (todo,), _, _ = can_do([Place(job="7", allocation=there, why="")], {7: job}, nodes, {})
     assert change_size(job, todo.allocation, todo.devices, 1.0).allocation == there
