@@ -62,8 +62,9 @@ def test_from_ray_train(box: Box) -> None:
             done = box.execute(*SHOAL, *words, timeout=SECONDS)
             assert done.returncode == 0, done.stderr
             if command is ours:
-                error = float(re.findall(r"(?:^|\s|\])\s*([\d.e-]+)$", done.stdout.strip())[-1])
-                assert error < 0.002, done.stdout
+                error = re.search(r"{'loss': ([\d.e-]+)}", done.stdout)
+                assert error, done.stdout
+                assert float(error[1]) < 0.002
                 assert (box.home / "runs" / "sine").is_dir()
         done = box.execute(sys.executable, "rows.py", timeout=SECONDS)
         assert done.returncode == 0, done.stderr
