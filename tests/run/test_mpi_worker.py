@@ -358,7 +358,9 @@ class TestSlurm:
         assert "lost shoal1" in told()
         ending = re.search(r"^ended (.*)$", (box.home / "runs" / "r" / "logs" / "0.log").read_text(), re.MULTILINE)
         assert ending
-        alone = re.search(r"^ended (.*)$", box.execute(sys.executable, jobs, "long").stdout, re.MULTILINE)
+        alone = re.search(
+            r"^ended (.*)$", box.execute(sys.executable, jobs, "long", timeout=300).stdout, re.MULTILINE
+        )
         assert alone
         assert ending[1] == alone[1]
 
