@@ -364,7 +364,8 @@ def test_an_elastic_run_fences_by_url_and_goes_back_to_what_is_there(bucket, tmp
     assert digest_of(plain) == whole
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_run_folder_at_a_url_is_read_elsewhere_and_goes_on_there(bucket, tmp_path: Path):
     here, there, whole = boxes = [Box(tmp_path / name) for name in ("here", "there", "whole")]
     for box in boxes:
@@ -410,10 +411,12 @@ with shoal.Trainer(model, loss, optimizer, (torch.ones(64, 2),), batch_size=8) a
 """
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_launcher_that_is_killed_leaves_its_run_folder_at_the_url(bucket, tmp_path: Path):
-    here, there = [Box(tmp_path / name) for name in ("here", "there")]
-    here.write("job.py", WAITING)
+    here, there = boxes = [Box(tmp_path / name) for name in ("here", "there")]
+    for box in boxes:
+        box.write("job.py", WAITING)
     url = f"{bucket}/runs/waiting"
     launcher = here.start("run", "--log-dir", url, "job.py")
     try:

@@ -13,8 +13,8 @@ from shoal.testing import rigs
 
 __all__ = ["box"]
 
-pytestmark = pytest.mark.timeout(600)
-SECONDS = 300.0
+pytestmark = pytest.mark.timeout(1200)
+SECONDS = 600.0
 SPARK_MASTER = "local-cluster[2,1,1024]"
 WAYS = {
     "here": ("-n", "2"),

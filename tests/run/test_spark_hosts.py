@@ -25,11 +25,11 @@ __all__ = ["box"]
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     rigs.needs("root", "ip", "tc", "nsenter", "network namespaces", "mounting", "pyspark", "java"),
 ]
 JOBS = str(Path(__file__).with_name("elastic_jobs.py"))
-SECONDS = 300.0
+SECONDS = 600.0
 PORT = 7077
 WAIT = "engine.spark.scheduler.maxRegisteredResourcesWaitingTime=4min"
 """Executors of a busy machine need longer than the ten seconds that they get."""

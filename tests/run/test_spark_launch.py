@@ -11,7 +11,7 @@ from shoal.testing import rigs
 
 __all__ = ["box"]
 
-pytestmark = [pytest.mark.timeout(600), rigs.needs("pyspark", "java")]
+pytestmark = [pytest.mark.timeout(1200), rigs.needs("pyspark", "java")]
 
 PROGRAM = """
     import json
@@ -74,7 +74,7 @@ def test_a_function_trains_where_the_executors_are_and_weights_come_back(box: Bo
     box.write("train.py", PROGRAM)
     small_cluster(box)
     box.env |= {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_DIRS": str(box.folder / "scratch")}
-    done = box.execute(sys.executable, "train.py", timeout=500)
+    done = box.execute(sys.executable, "train.py", timeout=1000)
     assert done.returncode == 0, done.stderr
     text = re.search(r"told (.*)", done.stdout)
     assert text, done.stdout

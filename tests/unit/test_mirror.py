@@ -122,8 +122,32 @@ def test_a_failed_put_is_made_up_for(folder: Path, url: str, tmp_path: Path, mon
     assert (Path(fetch(url, str(tmp_path / "home"))) / "journal.jsonl").read_text() == "x" * 25
 
 
+def test_what_an_earlier_launcher_left_is_swept_and_what_vanishes_is_passed_over(
+    folder: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_run(folder)
+    (folder / "metrics").write_text("a" * 35)
+    (folder / "checkpoints.url").write_text(url)
+    first.copy()
+    model = place_of(url) / "checkpoints" / "step-1" / "model"
+    model.fs.pipe_file(model.path, b"large")
+    (folder / "metrics").unlink()
+    (folder / "metrics").write_text("b" * 15)
+    files = mirror._files_in
+    gone = [("run.json.123", next(seen for name, seen in files(str(folder)) if name == "run.json"))]
+    second = Mirror(str(folder), place_of(url))
+    with monkeypatch.context() as patch:
+        patch.setattr(mirror, "_files_in", lambda where: [*files(where), *gone])
+        second.copy()
+    assert "run.json.123" not in list_below(place_of(url))
+    there = Path(fetch(url, str(tmp_path / "home")))
+    assert (there / "metrics").read_text() == "b" * 15
+    assert "checkpoints/step-1/model" in list_below(place_of(url))
+    assert (there / "checkpoints.url").read_text() == url
+
+
 def test_names_that_lead_elsewhere_are_not_followed(url: str, tmp_path: Path) -> None:
-    assert mirror._in_parts({"run.json": 1, "../../evil": 1, "a//b": 1, "logs/0.log": 1, "checkpoints/x": 1}) == {
+    assert mirror._in_parts({"run.json": 1, "../../evil": 1, "a//b": 1, "logs/0.log": 1, "checkpoints-1/x": 1}) == {
         "logs/0.log": ["logs/0.log"],
         "run.json": ["run.json"],
     }

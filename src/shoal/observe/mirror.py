@@ -48,30 +48,48 @@ class Mirror:
     def __init__(self, folder: str, place: Url) -> None:
         self._folder, self._place = folder, place
         self._copied: dict[str, _Seen] = {}
+        self._has_swept = False
 
     def copy(self) -> None:
         """Put what has changed since the last call. What failed is put with the next."""
         found = dict(_files_in(self._folder))
+        if not self._has_swept:
+            self._sweep(found)
+            self._has_swept = True
         for name, seen in found.items():
             before = self._copied.get(name)
-            if before != seen:
-                self._put(name, before, seen)
+            if before != seen and self._put(name, before, seen):
                 self._copied[name] = seen
         for name in self._copied.keys() - found.keys():
             self._remove(name, 0, self._copied[name].num_parts)
             del self._copied[name]
         self._write(COPIED, json.dumps({"time": time.time()}).encode())
 
-    def _put(self, name: str, before: _Seen | None, seen: _Seen) -> None:
-        """Put the parts that are new. Nothing is rewritten in place: a file that is the same one was appended to."""
+    def _sweep(self, found: Mapping[str, _Seen]) -> None:
+        """Remove what an earlier launcher of this run has put there and the folder does not have any more."""
+        there = {part for parts in _in_parts(list_below(self._place)).values() for part in parts}
+        kept = {_part(name, number) for name, seen in found.items() for number in range(seen.num_parts)}
+        for name in there - kept - {COPIED}:
+            self._remove(name, 0, 1)
+
+    def _put(self, name: str, before: _Seen | None, seen: _Seen) -> bool:
+        """Put the parts that are new; False where the file is gone by now.
+
+        Nothing is rewritten in place: a file that is the same one was appended to.
+        """
         has_grown = before is not None and before.inode == seen.inode and before.size < seen.size
         first = before.size // PART_BYTES if before is not None and has_grown else 0
-        with open(os.path.join(self._folder, name), "rb") as file:
+        try:
+            file = open(os.path.join(self._folder, name), "rb")  # noqa: SIM115
+        except FileNotFoundError:
+            return False
+        with file:
             for number in range(first, seen.num_parts):
                 file.seek(number * PART_BYTES)
                 self._write(_part(name, number), file.read(min(PART_BYTES, seen.size - number * PART_BYTES)))
         if before is not None:
             self._remove(name, seen.num_parts, before.num_parts)
+        return True
 
     def _write(self, name: str, data: bytes) -> None:
         target = self._at(name)
@@ -164,7 +182,8 @@ def _in_parts(there: Mapping[str, int]) -> dict[str, list[str]]:
     files: dict[str, list[str]] = {}
     for name in sorted(there):
         steps = name.split("/")
-        if not name.startswith("checkpoints") and not {"", ".", ".."} & set(steps):
+        is_checkpoint = len(steps) > 1 and steps[0].startswith("checkpoints")
+        if not is_checkpoint and not {"", ".", ".."} & set(steps):
             files.setdefault(name.partition(_MORE)[0], []).append(name)
     return files
 
