@@ -1,5 +1,6 @@
 """The service: jobs accepted a second, each on disk before it is answered; how long a look at a long queue takes; how
-soon jobs that run are known again after a kill. Ray's job submission takes its turn beside it."""
+soon jobs that run are known again after a kill; what it takes while nothing happens. Ray's job submission takes its
+turn beside it."""
 
 import contextlib
 import multiprocessing
@@ -14,19 +15,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks import harness
 
 NUM_CLIENTS = 8
 NUM_EACH = 100
 NUM_QUEUED = 10_000
 NUM_RAY = 4
+IDLE_SECONDS = 60.0
 WAITS = "import os, time\nwhile not os.path.exists('go'): time.sleep(0.05)\n"
 
 
 def main(rounds: int, is_quick: bool) -> dict[str, Any]:
     each, queued = (5, 200) if is_quick else (NUM_EACH, NUM_QUEUED)
+    idle_seconds = 2.0 if is_quick else IDLE_SECONDS
     with tempfile.TemporaryDirectory() as folder, _home(folder):
         service = _Service(folder)
+        harness.say("idle, as it was started")
+        idle = {"idle, just started": _idle(service, idle_seconds)}
         with multiprocessing.get_context("spawn").Pool(NUM_CLIENTS) as clients, _ray(is_quick) as submit_ray:
             try:
                 harness.say("jobs accepted a second")
@@ -38,6 +45,8 @@ def main(rounds: int, is_quick: bool) -> dict[str, Any]:
                 adopted = [_adopt_seconds(service, folder) for _ in range(1 if is_quick else rounds)]
                 harness.say("looks at a long queue")
                 looks = _look_seconds(queued, rounds)
+                harness.say("idle, with that queue")
+                idle[f"idle, {queued} jobs held in the queue"] = _idle(service, idle_seconds)
             finally:
                 service.stop()
     rows = [
@@ -51,13 +60,19 @@ def main(rounds: int, is_quick: bool) -> dict[str, Any]:
         "Ray: JobSubmissionClient.submit_job(entrypoint='true') of one client, which also starts a process for it",
         *harness.tell_company(),
     ]
+    more = {"the service while nothing happens": [{"when": name, **facts} for name, facts in idle.items()]}
     checks = [
+        *(harness.check(f"{name}: MB", _all([facts["resident MB"]]), "≤ 80") for name, facts in idle.items()),
+        *(
+            harness.check(f"{name}: % of a core", _all([facts["% of a core"]]), "≤ 0.5")
+            for name, facts in idle.items()
+        ),
         harness.check("jobs accepted a second", harness.summarize(rates["shoal"]), "≥ 300"),
         harness.check("ms for the first 100 jobs of the queue", _ms(looks["page"]), "≤ 100"),
         harness.check("ms for all jobs of the queue", _ms(looks["all"]), "≤ 100"),
         harness.check("seconds until adoption", _all(adopted), "≤ 5"),
     ]
-    return {"rows": rows, "checks": checks, "notes": notes}
+    return {"rows": rows, "more": more, "checks": checks, "notes": notes}
 
 
 def _all(samples: list[float]) -> dict[str, float]:
@@ -92,6 +107,14 @@ class _Service:
         command = [sys.executable, "-m", "shoal.service.daemon", self._home, "127.0.0.1", str(self._port)]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def is_up(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self._port)) == 0
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
@@ -99,6 +122,18 @@ class _Service:
     def stop(self) -> None:
         self._process.send_signal(signal.SIGTERM)
         self._process.wait()
+
+
+def _idle(service: _Service, seconds: float) -> dict[str, float]:
+    """What the service takes: its memory, and its part of a core. It has settled by then."""
+    _wait(service.is_up)
+    time.sleep(seconds / 4)
+    process = psutil.Process(service.pid)
+    before, start = process.cpu_times(), time.monotonic()
+    time.sleep(seconds)
+    after, span = process.cpu_times(), time.monotonic() - start
+    used = after.user + after.system - before.user - before.system
+    return {"resident MB": process.memory_info().rss / 1e6, "% of a core": 100 * used / span}
 
 
 def _submit_rate(clients: Any, each: int) -> float:

@@ -12,6 +12,7 @@ from shoal.engine.entry import entry_of, find_python
 from shoal.engine.env import RunFacts, is_loading_call, shoal_home
 from shoal.engine.fit import PLAIN_WORKER_BYTES, TORCH_WORKER_BYTES, check_memory
 from shoal.engine.grounds import Where, find_ground
+from shoal.engine.log import limit_of
 from shoal.engine.machine import available_cores
 from shoal.engine.nursery import num_at_start, wants_spare
 from shoal.engine.signals import StopSignals, grace_of
@@ -83,6 +84,7 @@ def run_job(
             _tell_of_cluster(job.num_workers or 1, available_cores())
     wants_spare(job.options)
     grace_of(job.options)
+    limit_of(job.options)
     num_at_start(job.options, job.min_workers, job.num_workers or 1)
     crew = Crew(
         job=job,

@@ -20,7 +20,7 @@ from shoal.engine.story import as_error
 from shoal.observe.console import Console
 from shoal.observe.folder import RunFolder
 from shoal.observe.journal import Journal, decode
-from shoal.observe.lines import last_lines
+from shoal.observe.log_parts import last_log_lines
 from shoal.observe.system import SystemWriter
 from shoal.spec.errors import ShoalError, WorkerError
 from shoal.spec.event import Event
@@ -194,7 +194,7 @@ class TaskCrew:
         return f"{found[0].message} ({found[0].why})" if found[0].why else found[0].message
 
     def _tail(self, worker: int) -> str:
-        return last_lines(self._log_path(worker), 400)[0].decode("utf-8", "replace")
+        return last_log_lines(self._log_path(worker), 400)[0].decode("utf-8", "replace")
 
     def _cannot_load(self, end: WorkerExit, errors: Sequence[Event]) -> WorkerError:
         failure = find_failures(Evidence(exits=[end], errors=errors))[0]

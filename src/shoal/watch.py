@@ -16,6 +16,7 @@ from shoal.engine.engine import Engine, Listener
 from shoal.engine.entry import command_of, stacks_file
 from shoal.engine.env import RunFacts, worker_layers
 from shoal.engine.local import LocalEngine
+from shoal.engine.log import limit_of
 from shoal.engine.machine import OutOfMemoryKills, available_cores, out_of_memory_kills
 from shoal.engine.nursery import num_at_start, wants_spare
 from shoal.engine.requests import RequestSocket
@@ -182,6 +183,7 @@ class Watch:
             defaults=defaults,
             working_dir=crew.job.working_dir,
             log_path=self._log_path(rank),
+            log_limit_bytes=limit_of(crew.job.options),
             call=crew.call,
         )
 
@@ -387,7 +389,7 @@ class Watch:
         self._write("clock", **asdict(offset))
 
     def _evidence(self, stopped_at: float | None, before: OutOfMemoryKills) -> Evidence:
-        from shoal.observe.lines import last_lines
+        from shoal.observe.log_parts import last_log_lines
 
         after = out_of_memory_kills()
         ended = {end.rank for end in self._exits.values() if end.code}
@@ -400,7 +402,7 @@ class Watch:
             errors=self._errors,
             stopped_at=stopped_at,
             working_dir=os.path.abspath(self._folder.facts["job"]["working_dir"]),
-            tails={rank: last_lines(self._log_path(rank), 400)[0].decode("utf-8", "replace") for rank in silent},
+            tails={rank: last_log_lines(self._log_path(rank), 400)[0].decode("utf-8", "replace") for rank in silent},
             memory_kills=OutOfMemoryKills(
                 cgroup=after.cgroup - before.cgroup, machine=after.machine - before.machine
             ),

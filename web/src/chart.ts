@@ -106,8 +106,8 @@ export class Chart {
         width: this.width(),
         height: HEIGHT,
         legend: { show: false },
-        // Times are wide, and the last of them may stand at the very end.
-        padding: [8, axis === "step" ? 8 : 20, 0, 0],
+        // The last label may stand at the very end.
+        padding: [8, 20, 0, 0],
         cursor: { drag: { x: true, y: false, setScale: false }, points: { size: 6 }, y: false },
         scales: {
           x: { time: axis === "clock", range: (_, min, max) => (min === max ? [min - 1, max + 1] : [min, max]) },

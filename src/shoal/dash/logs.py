@@ -1,11 +1,11 @@
 """What workers printed, in pieces that a page can show; and where a text stands in it."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
+from shoal.observe import log_parts
 from shoal.observe.clean import clean, last_state
-from shoal.observe.lines import open_file
+from shoal.observe.log_parts import log_path
 
 MAX_BYTES = 1 << 16
 MAX_COLUMNS = 4000
@@ -14,36 +14,31 @@ BLOCK_BYTES = 1 << 20
 MAX_FOUND = 200
 
 
-def log_path(run_dir: str, rank: int) -> str:
-    return os.path.join(run_dir, "logs", f"{rank}.log")
-
-
 def read_before(run_dir: str, rank: int, end: int | None, num_bytes: int = MAX_BYTES) -> dict[str, Any]:
     """The lines that end at `end`, or at the end of the log."""
-    with open_file(log_path(run_dir, rank)) as file:
-        size = file.seek(0, os.SEEK_END)
-        end = size if end is None else min(end, size)
-        start = max(0, end - num_bytes)
-        file.seek(start)
-        data = file.read(end - start)
+    piece = log_parts.read_before(log_path(run_dir, rank), end, num_bytes)
+    start, data = piece.start, piece.data
     if start > 0:
         # The first line is cut, unless there is no other.
         cut = data.find(b"\n") + 1
         start, data = start + cut, data[cut:]
-    return _piece(rank, start, data, size)
+    found = _piece(rank, start, data, piece.log_end)
+    if end is not None and piece.end < min(end, piece.log_end):
+        found["lines"].append(log_parts.tell_gap(end - piece.end).decode().strip())
+    return found
 
 
 def read_after(run_dir: str, rank: int, start: int, num_bytes: int = 4 * MAX_BYTES) -> dict[str, Any]:
     """Whole lines from `start` on. A log that became shorter is a new one, and is read from its start."""
-    with open_file(log_path(run_dir, rank)) as file:
-        size = file.seek(0, os.SEEK_END)
-        start = start if start <= size else 0
-        file.seek(start)
-        data = file.read(num_bytes)
+    path = log_path(run_dir, rank)
+    piece = log_parts.read_after(path, start, num_bytes)
+    if piece.log_end < start:
+        piece = log_parts.read_after(path, 0, num_bytes)
+    data = piece.data
     cut = data.rfind(b"\n") + 1
     if 0 < cut < len(data):
         data = data[:cut]
-    return _piece(rank, start, data, size)
+    return _piece(rank, piece.start, data, piece.log_end)
 
 
 def _piece(rank: int, start: int, data: bytes, size: int) -> dict[str, Any]:
@@ -73,8 +68,7 @@ def search(run_dir: str, ranks: Sequence[int], text: str) -> dict[str, Any]:
     left = SEARCH_BYTES
     for rank in ranks:
         try:
-            with open_file(log_path(run_dir, rank)) as file:
-                left -= _search_file(file, rank, wanted, found, left)
+            left -= _search_log(log_path(run_dir, rank), rank, wanted, found, left)
         except OSError:
             continue
         if left <= 0 or len(found) >= MAX_FOUND:
@@ -82,17 +76,18 @@ def search(run_dir: str, ranks: Sequence[int], text: str) -> dict[str, Any]:
     return {"found": found, "is_cut": left <= 0 or len(found) >= MAX_FOUND}
 
 
-def _search_file(file: Any, rank: int, wanted: bytes, found: list[dict[str, Any]], limit: int) -> int:
+def _search_log(path: str, rank: int, wanted: bytes, found: list[dict[str, Any]], limit: int) -> int:
     """Add what is found; returns how many bytes were looked at."""
-    seen, rest, number = 0, b"", 0
-    while seen < limit and (block := file.read(BLOCK_BYTES)):
-        data = rest + block
-        end = data.rfind(b"\n") + 1 if len(block) == BLOCK_BYTES else len(data)
+    seen, place, rest, number = 0, 0, b"", 0
+    while seen < limit and (piece := log_parts.read_after(path, place, BLOCK_BYTES)).data:
+        if piece.start > place:
+            rest = b""  # a line whose end is not kept
+        data = rest + piece.data
+        end = data.rfind(b"\n") + 1 if piece.end < piece.log_end else len(data)
         # A line longer than a block is looked at in parts.
         end = end or len(data)
-        start = seen - len(rest)
-        number = _search_lines(data[:end], rank, wanted, found, start, number)
-        seen, rest = seen + len(block), data[end:]
+        number = _search_lines(data[:end], rank, wanted, found, piece.start - len(rest), number)
+        seen, place, rest = seen + len(piece.data), piece.end, data[end:]
         if len(found) >= MAX_FOUND:
             break
     return seen

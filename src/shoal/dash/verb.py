@@ -48,7 +48,9 @@ def _check_parts() -> None:
     """Raise one error for all that is missing, with one command for all of it."""
     missing = []
     if not is_built():
-        missing.append(("it has not been built: this is a source checkout; a wheel has it inside", "make page"))
+        missing.append(
+            ("it has not been built: this is a source checkout, or was installed from one without npm", "make page")
+        )
     if not all(map(find_spec, ("starlette", "uvicorn"))):
         missing.append(("Starlette and uvicorn are not installed", "pip install 'shoal[service]'"))
     if missing:

@@ -17,7 +17,7 @@ from shoal.engine.berths import Berth, Slot, check_memory, choose, seats_of
 from shoal.engine.clock import ClockReadings
 from shoal.engine.door import Door
 from shoal.engine.engine import Listener, ignore
-from shoal.engine.log import Log
+from shoal.engine.log import LIMIT_BYTES, Log
 from shoal.engine.ways import TRY_SECONDS, Blocked, no_way, ways_to_try
 from shoal.engine.wire import Invitation, Line, Refused
 from shoal.spec.errors import UserError
@@ -348,7 +348,7 @@ class Fleet:
         logs: dict[int, Log] = {}
         for spec in workers:
             try:
-                logs[spec.rank] = Log(spec.log_path, self._listener.problem)
+                logs[spec.rank] = Log(spec.log_path, self._listener.problem, spec.log_limit_bytes or LIMIT_BYTES)
             except OSError as error:
                 for log in logs.values():
                     log.close()

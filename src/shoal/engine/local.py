@@ -16,7 +16,7 @@ from shoal.engine import seeds
 from shoal.engine.engine import CALL_FD, CONTROL_FD, PYTHON, RESULT_FD, WORKER_FILE, WORLD_FD, Listener, ignore
 from shoal.engine.env import inherited_env
 from shoal.engine.guard import is_group_alive, signal_group
-from shoal.engine.log import Log
+from shoal.engine.log import LIMIT_BYTES, Log
 from shoal.engine.machine import available_cores
 from shoal.engine.nameless import make_file, read_file
 from shoal.engine.nursery import Spare, has_room, order_for
@@ -231,7 +231,7 @@ class LocalEngine:
         call_fds: tuple[int, ...] = ()
         log: Log | None = None
         try:
-            log = Log(spec.log_path, self._listener.problem)
+            log = Log(spec.log_path, self._listener.problem, spec.log_limit_bytes or LIMIT_BYTES)
             if spec.call is not None:
                 call_fds = (self._call_file(spec.call), make_file("shoal-result"))
             opened.extend(os.pipe())

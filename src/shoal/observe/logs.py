@@ -9,7 +9,7 @@ from typing import TextIO
 from shoal.observe.clean import clean
 from shoal.observe.console import Console
 from shoal.observe.fold import name_ranks
-from shoal.observe.lines import Tail, last_lines
+from shoal.observe.log_parts import LogTail, last_log_lines, log_path
 from shoal.observe.runs import find_run, is_held, list_logs
 from shoal.spec.errors import UserError
 
@@ -56,17 +56,13 @@ def _check(run_dir: str, wanted: frozenset[int], *, is_running: bool) -> None:
         )
 
 
-def _log_path(run_dir: str, rank: int) -> str:
-    return os.path.join(run_dir, "logs", f"{rank}.log")
-
-
 def _chosen(run_dir: str, wanted: frozenset[int]) -> list[int]:
     return [rank for rank in list_logs(run_dir) if not wanted or rank in wanted]
 
 
 def _show_what_is_there(
     run_dir: str, wanted: frozenset[int], num_lines: int | None, console: Console
-) -> dict[int, Tail]:
+) -> dict[int, LogTail]:
     """Print the logs so far; returns where each of them was left.
 
     Logs carry no times. Ranks run in lockstep, so line by line across ranks is close to the order of printing, and
@@ -74,17 +70,17 @@ def _show_what_is_there(
     """
     tails = {}
     for rank in _chosen(run_dir, wanted):
-        path = _log_path(run_dir, rank)
+        path = log_path(run_dir, rank)
         offset = 0
         if num_lines is not None:
-            data, end = last_lines(path, num_lines)
+            data, end = last_log_lines(path, num_lines)
             offset = end - len(data)
-        tails[rank] = Tail(path, offset)
+        tails[rank] = LogTail(path, offset)
     _show_news(tails, console)
     return tails
 
 
-def _show_news(tails: Mapping[int, Tail], console: Console) -> bool:
+def _show_news(tails: Mapping[int, LogTail], console: Console) -> bool:
     """Print what is new in all logs, a line of each rank in turn; False where nothing is."""
     queues: dict[int, deque[bytes]] = {rank: deque() for rank in tails}
     has_news = False
@@ -102,14 +98,14 @@ def _show_news(tails: Mapping[int, Tail], console: Console) -> bool:
 
 
 def _follow(
-    run_dir: str, wanted: frozenset[int], tails: dict[int, Tail], console: Console, sleep: Callable[[float], None]
+    run_dir: str, wanted: frozenset[int], tails: dict[int, LogTail], console: Console, sleep: Callable[[float], None]
 ) -> None:
     is_alive = True
     while is_alive:
         # Looked at before the logs: what a run wrote last is read after it ended.
         is_alive = is_held(run_dir)
         for rank in _chosen(run_dir, wanted):
-            tails.setdefault(rank, Tail(_log_path(run_dir, rank)))
+            tails.setdefault(rank, LogTail(log_path(run_dir, rank)))
         if not _show_news(tails, console) and is_alive:
             sleep(POLL_SECONDS)
         console.tick()

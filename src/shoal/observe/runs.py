@@ -108,14 +108,13 @@ def _whole(value: Any) -> int | None:
 
 
 def list_logs(run_dir: str) -> dict[int, int]:
-    """The size in bytes of each rank's log."""
+    """The size in bytes of each rank's log: of what is kept of it."""
+    sizes: dict[int, int] = {}
     try:
         with os.scandir(os.path.join(run_dir, "logs")) as entries:
-            sizes = {
-                int(match[1]): entry.stat().st_size
-                for entry in entries
-                if (match := re.fullmatch(r"(\d{1,9})\.log", entry.name))
-            }
+            for entry in entries:
+                if match := re.fullmatch(r"(\d{1,9})\.log(?:\.\d{1,18})?", entry.name):
+                    sizes[int(match[1])] = sizes.get(int(match[1]), 0) + entry.stat().st_size
     except OSError:
         return {}
     return dict(sorted(sizes.items()))

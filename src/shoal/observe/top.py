@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from shoal.observe import journal, metrics
-from shoal.observe.lines import last_lines
+from shoal.observe.log_parts import last_log_lines, log_path
 from shoal.observe.ps import newest_items, newest_members
 from shoal.observe.runs import RunInfo, is_held, list_logs, read_run
 from shoal.observe.segments import newest_lines
@@ -338,7 +338,7 @@ def newest_log(run_dir: str, num_lines: int, rank: int | None = None) -> list[tu
     each_has = max(1, num_lines // max(1, len(ranks)))
     found: list[tuple[int, str]] = []
     for number in ranks:
-        data, _ = last_lines(os.path.join(run_dir, "logs", f"{number}.log"), each_has)
+        data, _ = last_log_lines(log_path(run_dir, number), each_has)
         found += [(number, line.decode("utf-8", "replace")) for line in data.rstrip(b"\n").split(b"\n") if line]
     return found[-max(0, num_lines) :] if num_lines else []
 

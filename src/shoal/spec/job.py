@@ -62,6 +62,7 @@ class WorkerSpec:
     env: Mapping[str, str]
     working_dir: str
     log_path: str
+    log_limit_bytes: int | None = None
     defaults: Mapping[str, str] | None = None
     call: bytes | None = field(default=None, repr=False)
 

@@ -81,6 +81,7 @@ NEEDS = {
     "mpirun": _tool("mpirun", "openmpi-bin"),
     "slurmctld": _tool("slurmctld", "slurm-wlm"),
     "munged": _tool("munged", "munge"),
+    "npm": _tool("npm", "npm"),
     "openssl": _tool("openssl", "openssl"),
     "prometheus": _tool("prometheus", "prometheus"),
     "victoria-metrics": _tool("victoria-metrics", "victoria-metrics"),
