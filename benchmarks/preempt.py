@@ -112,6 +112,9 @@ def _preempt(home: Path, token: int, fork: Fork | None) -> list[float]:
     saved = max(each["time"] for each in events if each["kind"] == "checkpoint_saved" and each["time"] < ended)
     started = min(each["time"] for each in events if each["kind"] == "worker_started" and each["time"] > ended)
     resumed = max(each["time"] for each in events if each["kind"] == "resumed" and each["time"] > ended)
+    started = min(
+        started, resumed
+    )  # one that was forked may be ready before the launcher has written that it is there
     launched = look(jobs, "1", token + 1).started_at or ended
     return [asked, saved, ended, launched, started, resumed, first]
 

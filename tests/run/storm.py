@@ -21,6 +21,8 @@ from shoal.service import audit
 from shoal.service.client import Client
 
 RUNS_EVERY = 20
+CORES = 0.1
+"""What each asks for: little, so that many run at a time."""
 SCRIPT = """
 import fcntl, os, sys, time
 with open("story", "a") as file:
@@ -95,7 +97,7 @@ def _work_folder(daemon: Daemon) -> Path:
 
 def _submit(client: Client, folder: Path, at: int, *, is_again: bool) -> int:
     """One job, by its own key; sometimes the same request is sent again after it was answered."""
-    row = {"args": ["job.py", str(at)], "dir": str(folder), "name": f"job {at}"}
+    row = {"args": ["job.py", str(at)], "dir": str(folder), "name": f"job {at}", "cores": CORES}
     is_held = not runs(at)
     (job,) = client.submit_all([row], held=is_held, key=f"key-{at}")
     if is_again:
