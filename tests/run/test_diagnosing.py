@@ -1,5 +1,6 @@
 """Runs that fall ill say what they have, and who: real processes, real faults."""
 
+import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ import pytest
 from benchmarks import diagnose
 from shoal.comm.reach import find_unreached, try_all
 from shoal.observe.metrics import read
+from shoal.observe.runs import read_run
+from shoal.observe.trace import FIRST_RANK_PID, Window
+from shoal.observe.trace_file import write_trace
 from shoal.testing import Faults, FaultyRun, rigs
 
 SCRIPT = """
@@ -74,6 +78,33 @@ def test_a_model_of_another_shape_is_named_with_its_rank(script: str) -> None:
 def test_every_illness_is_named(name: str) -> None:
     (trial,) = diagnose.measure(1, (name,))[name]
     assert trial["verdict"] in ("right", "late"), trial
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@rigs.needs("root", "ip", "tc", "nsenter", "network namespaces", "mounting", "mpirun", "libfaketime")
+def test_a_trace_puts_a_host_right_whose_clock_is_off(tmp_path: Path) -> None:
+    """One of three hosts lives 45 s ahead: what its rank wrote down says so, and the trace does not."""
+    with diagnose.make_cluster() as cluster:
+        assert cluster is not None
+        cluster.clock.jump(45.0)
+        skewed = next(each for each in diagnose.illnesses(cluster) if each.name == "clock_skew")
+        with diagnose.start(skewed, 1, cluster, False) as run:
+            assert diagnose.wait_until(lambda: run.last_step() >= 40, 150), (run.folder / "terminal").read_text()
+            info = read_run(str(run.run_dir))
+            assert info is not None
+            written = write_trace(info, str(tmp_path / "trace.json"), Window())
+            raw = read(str(run.run_dir))
+    assert abs(raw[1][20].time - raw[0][20].time - 45.0) < 2.0
+    assert abs(written.clocks[1]["offset_seconds"] - 45.0) < 1.0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    steps = {(event["pid"], event["name"]): event for event in events if event.get("cat") == "step"}
+    inside = {event["pid"] for event in events if event.get("cat") == "collective"}
+    assert inside == {FIRST_RANK_PID + rank for rank in range(3)}
+    for number in range(15, 35):
+        first, other = (steps[FIRST_RANK_PID + rank, f"step {number}"] for rank in (0, 1))
+        # All end a step together.
+        assert abs(first["ts"] + first["dur"] - other["ts"] - other["dur"]) < 1e6
 
 
 def test_who_is_missed_by_most_cannot_be_reached() -> None:

@@ -65,6 +65,15 @@ class TestStraggler:
         assert found is not None
         assert (found.rank, found.part) == (2, "compute")
 
+    def test_what_it_took_with_more_while_it_was_well_does_not_clear_a_rank(self):
+        rows = rows_of(3, 50, slow(2, 36, compute=2.0))
+        for step in range(36, 50):  # others have more of the samples by now, and nobody waits
+            for rank in (0, 1):
+                rows[rank][step] = rows[rank][step]._replace(compute=0.06, num_samples=32)
+        found = find_straggler(rows, shares={2: {16: 0.06, 32: 0.065}})
+        assert found is not None
+        assert (found.rank, found.part) == (2, "compute")
+
     def test_a_copy_that_has_no_samples_in_some_steps_is_compared_in_the_others(self):
         rows = rows_of(3, 50, slow(2, 20, compute=2.0))
         for step in range(20, 50, 3):  # it is given less, a step at a time

@@ -28,6 +28,7 @@ OTHER_SHARE, LEAST_POWER = 1.4, 0.4
 """With a share that many times as large a step must have taken longer by at least this power of it: else what takes
 long is not the samples."""
 MORE_DATA = 1.25
+MIN_ALIKE = 5
 MAX_POWER = 2.2
 """Twice as much data takes up to this power of two as long: attention is quadratic."""
 THROTTLED, MUCH_DELAY, FAULTS_PER_SECOND = 0.05, 0.3, 20.0
@@ -56,7 +57,8 @@ def find_straggler(rows: Rows, *, are_alike: bool = True, shares: Shares | None 
 
     Where faster ranks were given more of the work nobody waits: then it is the one whose samples suddenly take
     longer, or far longer than those of the others from the beginning on, if all compute with the same (`are_alike`).
-    One that took as long when it had more samples (`shares`) is none: its steps are short of samples, not slow.
+    One that took as long when it had more samples (`shares`) is none: its steps are short of samples, not slow; but
+    for one that took less before with as many as now.
     """
     common = sorted(set.intersection(*(set(mine) for mine in rows.values()))) if len(rows) > 1 else []
     few = common[-NUM_STEPS:]
@@ -73,7 +75,16 @@ def find_straggler(rows: Rows, *, are_alike: bool = True, shares: Shares | None 
     if len(few) < number:
         return None
     slow = _slowed_down(rows, few, before, least, are_alike=are_alike)
-    return slow if slow and _is_by_samples(rows[slow.rank], few, (shares or {}).get(slow.rank, {})) else None
+    if slow is None or _took_less(rows[slow.rank], few, before):
+        return slow
+    return slow if _is_by_samples(rows[slow.rank], few, (shares or {}).get(slow.rank, {})) else None
+
+
+def _took_less(mine: Mapping[int, StepRow], steps: Sequence[int], before: Sequence[int]) -> bool:
+    """Whether a rank computed for a shorter time before, with as many samples."""
+    samples = median([float(mine[step].num_samples) for step in steps])
+    then = [mine[step].compute for step in before if mine[step].num_samples == samples]
+    return len(then) >= MIN_ALIKE and median([mine[step].compute for step in steps]) >= SHIFT * median(then)
 
 
 def _is_by_samples(mine: Mapping[int, StepRow], steps: Sequence[int], once: Mapping[int, float]) -> bool:
