@@ -8,7 +8,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from shoal.place.cluster import Node, Queued
+from shoal.place.cluster import Cluster, Node, Queued
+from shoal.place.decision import Decision
 from shoal.service import acts, transitions
 from shoal.service.briefing import orders_for
 from shoal.service.deciding import Todo, can_do, cluster_of, hopeless, over_bounds, usage_of
@@ -225,16 +226,32 @@ class Dispatcher:
             prospects[job.number] = prospect = learned.know(job, shown.max_workers, usual, now, step, patience)
             return prospect.shown(shown, is_settling=is_settling(job, settings, now))
 
-        links = self._machines.links
-        cluster = cluster_of(jobs.values(), nodes, settings, people, usage, links, states, now, with_learned)
+        def decided(show: Callable[[Job, Queued], Queued]) -> tuple[Cluster, list[Decision]]:
+            links = self._machines.links
+            cluster = cluster_of(jobs.values(), nodes, settings, people, usage, links, states, now, show)
+            return cluster, POLICIES[settings.policy](cluster)
+
+        try:
+            cluster, wanted = decided(with_learned)
+            self._problem("learning", "")
+        except Exception as error:  # a model that is no good must not stop anybody
+            self._complain(f"decided without what was learned: {type(error).__name__}: {error}")
+            prospects.clear()
+            cluster, wanted = decided(lambda job, shown: shown)
         shared.prospects = prospects
-        decisions = [*over_bounds(jobs.values()), *POLICIES[settings.policy](cluster)]
+        decisions = [*over_bounds(jobs.values()), *wanted]
         peaks = {number: peak for number, each in shared.seen.items() if (peak := _peak(each)) is not None}
         decisions += reclaim(decisions, jobs, nodes, peaks, now)
         todo, waits = can_do(decisions, jobs, nodes, people)
         shared.waits = explain_waits(waits, cluster)
         for each in todo:
             self._do(each)
+
+    def _complain(self, text: str) -> None:
+        """Say what is wrong with what was learned; in the log once, while it lasts."""
+        if self._shared.problems.get("learning") != text:
+            traceback.print_exc(file=sys.stderr)
+        self._problem("learning", text)
 
     def _states(self, jobs: Mapping[int, Job]) -> dict[int, str]:
         """The states of jobs that others wait for, over or not."""
