@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from shoal.place.cluster import Cluster, Node
-from shoal.service import acts, learned, learner, transitions
+from shoal.service import acts, learned, transitions
 from shoal.service.briefing import orders_for
 from shoal.service.deciding import Todo, can_do, cluster_of, hopeless, over_bounds, usage_of
 from shoal.service.job import STARTING, STOPPING, WAITING, Job
+from shoal.service.learner import Learner
 from shoal.service.machines import Machines
 from shoal.service.places import JOBS
 from shoal.service.reclaim import reclaim
@@ -54,14 +55,14 @@ class Dispatcher:
         self._machines = Machines(keeper.here)
         self._told: dict[tuple[int, int], tuple[str, int]] = {}
         self._started: dict[tuple[int, int], float] = {}
+        self._learner = Learner(shared, self._look_again, lambda: self._machines.links)
+        self._taught: learned.Taught | None = None
+        self._is_plain = False
         self._changes_seen = -1
         self._decide_at = 0.0
         self._accrue_at = 0.0
         self._forget_at = 0.0
         self._settings_stamp: object = None
-        self._learner = learner.Learner(shared, self._look_again, lambda: self._machines.links)
-        self._taught: learned.Taught | None = None
-        self._is_plain = False
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="shoal-dispatcher", daemon=True)
 
