@@ -56,10 +56,10 @@ class Queued:
     `service_seconds` is what it got: workers (or GPUs) times seconds. `run_seconds` is how long it ran in all, and
     `kind_seconds` that by kind of node. `remaining_seconds` is an estimate at `max_workers` on the usual node, with
     its relative uncertainty; None: nobody knows. `num_stops` counts preemptions and restarts, `stopped_at` the last.
+    `stop_seconds` is what stopping and starting it costs, `resize_seconds` what another size does; None: as much.
     `is_elastic`: it can change its size while it runs. `changed_at`: when its allocation last changed.
     `blocked_by` is a reason why it cannot start yet ("after JOB", "held", ...). `needs` are data and models it reads.
     `devices` are the GPUs it has; where that is not known they are counted as if it had the best fitting ones.
-    `resize_seconds` is what a change of its size costs; None: as much as a stop.
     """
 
     id: str

@@ -1,6 +1,7 @@
 """The service over HTTP: addresses, what is behind them, and who stands before them."""
 
 import asyncio
+import os
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
@@ -14,13 +15,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal.service import acts, audit, learned, learner, people, telling
+from shoal.observe.predictions import read_predictions
+from shoal.service import acts, audit, people, telling
 from shoal.service.asking import MAX_TEXT, parse_workers, read_submission
 from shoal.service.job import Job, parse_number, parse_numbers
 from shoal.service.openapi import describe
 from shoal.service.people import ADMIN, USER, Forbidden, Person
 from shoal.service.state import Shared
 from shoal.spec.errors import ShoalError, UserError
+from shoal.spec.prediction import Prediction
 from shoal.verb_parser import unknown
 from shoal.version import __version__
 from shoal.web.answers import answer, answer_bytes, answer_error, read_body, whole
@@ -198,13 +201,9 @@ class Api:
         told = telling.tell_job(
             job, shared.store.clock.now(), shared.waits.get(number), shared.seen.get(number), prospect
         )
-        made = (
-            insight.predictions
-            if insight is not None
-            else await asyncio.to_thread(learner.predictions_of, shared.home, job)
-        )
-        more = learned.tell_learned(None if job.is_over else prospect, made)
-        return answer(request, {**told, **telling.tell_more(job, request.state.person), **more})
+        made = insight.predictions if insight is not None else await asyncio.to_thread(_predictions, shared.home, job)
+        learned = telling.tell_learned(None if job.is_over else prospect, made)
+        return answer(request, {**told, **telling.tell_more(job, request.state.person), **learned})
 
     async def show_nodes(self, request: Request) -> Response:
         shared = self.shared
@@ -262,6 +261,11 @@ class Api:
 
     async def show_description(self, request: Request) -> Response:
         return answer(request, describe())
+
+
+def _predictions(home: str, job: Job) -> list[Prediction]:
+    """What was expected of a job that is not looked at now, from its run folder."""
+    return read_predictions(os.path.join(home, "runs", job.run_name)) if job.has_run else []
 
 
 def _raiser(error: ShoalError) -> Callable[..., dict[str, Any]]:

@@ -20,7 +20,6 @@ MAX_ARGS = 1000
 MAX_ARG_BYTES = 128 << 10
 MAX_WORKERS = 100_000
 MAX_PRIORITY = 1_000_000
-MAX_DATA = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,12 +110,13 @@ def _job_number(word: Any, names: Mapping[str, Any]) -> int:
 
 
 _FIELDS = ("args", "name", "dir", "env", "workers", "class", "priority", "partition", "account", "cores", "memory")
-_MORE = ("gpus", "kinds", "time", "after", "array", "preemptible")
+_MORE = ("gpus", "kinds", "data", "time", "after", "array", "preemptible")
+MAX_DATA = 100
 
 
 def read_asked(row: Mapping[str, Any]) -> Asked:
     """One job as people write it: `workers = "1:8"`, `memory = "4G"`, `time = "2h"`."""
-    _check_known(row, (*_FIELDS, *_MORE, "data"), "field of a job")
+    _check_known(row, (*_FIELDS, *_MORE), "field of a job")
     args = tuple(_texts(row, "args", MAX_ARGS, MAX_ARG_BYTES))
     if not args:
         raise UserError("No script was named.", hint="args has the script and its arguments")
@@ -185,6 +185,16 @@ def parse_workers(value: Any) -> tuple[int | None, int]:
 def check_partition(asked: Asked, names: Collection[str]) -> None:
     if asked.partition not in names:
         raise unknown(asked.partition[:60], "partition", names, f"there are: {', '.join(sorted(names))}")
+
+
+def _data(row: Mapping[str, Any], folder: str) -> Iterator[str]:
+    """Files and folders that it reads, from the root; relative ones are in its folder."""
+    for path in _texts(row, "data", MAX_DATA, MAX_ARG_BYTES):
+        if not path or "://" in path:
+            raise UserError(
+                f"data {clean(path)[:60]!r} is not a path on a machine.", hint="for example: /data/images"
+            )
+        yield os.path.normpath(os.path.join(folder, path))
 
 
 def _memory(row: Mapping[str, Any]) -> int:
@@ -260,13 +270,3 @@ def _check_known(row: Mapping[str, Any], known: Sequence[str], what: str) -> Non
     for name in row:
         if name not in known:
             raise unknown(str(name)[:60], what, known, f"there are: {', '.join(known)}")
-
-
-def _data(row: Mapping[str, Any], folder: str) -> Iterator[str]:
-    """Files and folders that it reads, from the root; relative ones are in its folder."""
-    for path in _texts(row, "data", MAX_DATA, MAX_ARG_BYTES):
-        if not path or "://" in path:
-            raise UserError(
-                f"data {clean(path)[:60]!r} is not a path on a machine.", hint="for example: /data/images"
-            )
-        yield os.path.normpath(os.path.join(folder, path))

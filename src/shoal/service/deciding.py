@@ -1,15 +1,17 @@
 """Between the queue and a policy: what the policy is shown, and what of its decisions can be done at once. Pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal.place.cluster import Cluster, Node, Queued
 from shoal.place.decision import Decision, Place, Stop, Wait
 from shoal.service.job import FINISHED, OVER, WAITING, Job
+from shoal.service.learned import with_data
 from shoal.service.people import Person
 from shoal.service.settings import Settings
 from shoal.service.state import ask_of
 from shoal.service.telling import decay
+from shoal.service.transitions import kind_seconds_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,8 @@ def queued(job: Job, blocked_by: str, now: float, most: int | None = None) -> Qu
         changed_at=job.changed_at,
         service_seconds=job.service_seconds + since * job.num_reserved,
         run_seconds=job.run_seconds + since,
+        kind_seconds=kind_seconds_at(job, now),
+        needs=frozenset(asked.data),
         num_stops=job.num_stops,
         stopped_at=job.stopped_at,
         # One that starts cannot be told anything yet.
@@ -61,8 +65,10 @@ def cluster_of(
     links: Mapping[tuple[str, str], float],
     states: Mapping[int, str],
     now: float,
+    learned: Callable[[Job, Queued], Queued] = lambda job, shown: shown,
 ) -> Cluster:
-    """Everything a policy decides by. `states` are those of jobs that others wait for.
+    """Everything a policy decides by. `states` are those of jobs that others wait for, and `learned` adds to each job
+    what is known of it besides what was asked.
 
     A job that is being stopped is left out, as if its nodes were free: they were taken away for somebody, who must
     get them again in this decision and the next, and not have others stopped for it. `can_do` knows better.
@@ -77,10 +83,10 @@ def cluster_of(
             continue
         quota = people[job.owner].max_workers if job.owner in people else None
         room = None if quota is None else quota - used[job.owner] + job.num_reserved
-        shown.append(queued(job, blocked_by(job, states, room), now, room))
+        shown.append(learned(job, queued(job, blocked_by(job, states, room), now, room)))
     return Cluster(
         now=now,
-        nodes=tuple(nodes),
+        nodes=with_data(nodes, shown),
         jobs=tuple(shown),
         partitions=settings.partitions,
         shares=settings.shares,

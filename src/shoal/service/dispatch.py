@@ -8,11 +8,13 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from shoal.place.cluster import Cluster, Node
-from shoal.service import acts, learned, transitions
+from shoal.place.cluster import Cluster, Node, Queued
+from shoal.place.decision import Decision
+from shoal.service import acts, transitions
 from shoal.service.briefing import orders_for
 from shoal.service.deciding import Todo, can_do, cluster_of, hopeless, over_bounds, usage_of
 from shoal.service.job import STARTING, STOPPING, WAITING, Job
+from shoal.service.learned import Prospect, Usual, explain_waits, is_settling, patience_of
 from shoal.service.learner import Learner
 from shoal.service.machines import Machines
 from shoal.service.places import JOBS
@@ -53,11 +55,9 @@ class Dispatcher:
         self._folder = os.path.join(shared.folder, JOBS)
         os.makedirs(self._folder, mode=0o700, exist_ok=True)
         self._machines = Machines(keeper.here)
+        self._learner = Learner(shared, self._look_again, lambda: self._machines.links)
         self._told: dict[tuple[int, int], tuple[str, int]] = {}
         self._started: dict[tuple[int, int], float] = {}
-        self._learner = Learner(shared, self._look_again, lambda: self._machines.links)
-        self._taught: learned.Taught | None = None
-        self._is_plain = False
         self._changes_seen = -1
         self._decide_at = 0.0
         self._accrue_at = 0.0
@@ -103,7 +103,7 @@ class Dispatcher:
             known.num_changes != self._changes_seen and now >= self._decide_at
         ) or now >= self._decide_at + DECIDE_SECONDS:
             self._changes_seen = known.num_changes
-            self._decide_anyhow()
+            self._decide()
             took = time.monotonic() - now
             self._shared.decided_seconds = took
             self._decide_at = time.monotonic() + took / SHARE_OF_TIME
@@ -178,13 +178,11 @@ class Dispatcher:
     def _write(self, number: int, move: Callable[[Change, Job], Job], token: int | None = None) -> None:
         """Change one job, as it is by then; with a token, only while that attempt is its newest."""
 
-        kinds = {node.name: node.kind for node in self._shared.nodes}
-
         def change(change: Change) -> Job | None:
             job = change.job(number)
             if token is not None and job.token != token:
                 return None
-            after = learned.count_kinds(job, move(change, job), kinds)
+            after = move(change, job)
             change.put(after)
             _use(change, job, after, self._shared.settings.usage_half_life_seconds)
             if not after.is_over or job.is_over:
@@ -202,34 +200,6 @@ class Dispatcher:
 
     # --- decisions
 
-    def _decide_anyhow(self) -> None:
-        """Decide with what was learned; where that goes wrong, without it, which is said in the log once."""
-        try:
-            self._decide()
-            trouble = ""
-        except Exception as error:  # a model that is no good must not stop anybody
-            trouble = f"decided without what was learned: {type(error).__name__}: {error}"
-            if self._shared.problems.get("learning") != trouble:
-                traceback.print_exc(file=sys.stderr)
-            self._is_plain = True
-            try:
-                self._decide()
-            finally:
-                self._is_plain = False
-        self._problem("learning", trouble)
-        if self._taught is not None:
-            self._shared.waits = learned.explain_waits(self._shared.waits, self._taught.cluster)
-
-    def _teach(self, cluster: Cluster, jobs: Mapping[int, Job]) -> Cluster:
-        """The cluster with what was learned."""
-        self._taught = None
-        if self._is_plain:
-            return cluster
-        steps = {number: getattr(seen, "step", None) for number, seen in self._shared.seen.items()}
-        self._taught = learned.teach(cluster, jobs, self._shared.settings, self._shared.learned, steps)
-        self._shared.prospects = self._taught.prospects
-        return self._taught.cluster
-
     def _decide(self) -> None:
         from shoal.place.policies import POLICIES
 
@@ -246,15 +216,42 @@ class Dispatcher:
         nodes, settings = shared.nodes, shared.settings
         usage = usage_of(shared.reader.usage(), now, settings.usage_half_life_seconds)
         people = shared.known.people
-        cluster = cluster_of(jobs.values(), nodes, settings, people, usage, self._machines.links, states, now)
-        cluster = self._teach(cluster, jobs)
-        decisions = [*over_bounds(jobs.values()), *POLICIES[settings.policy](cluster)]
+        learned, usual, prospects = shared.learned, Usual(nodes), dict[int, Prospect]()
+
+        patiences = patience_of(jobs.values(), settings)
+
+        def with_learned(job: Job, shown: Queued) -> Queued:
+            step = getattr(shared.seen.get(job.number), "step", None)
+            patience = patiences.get(job.asked.partition)
+            prospects[job.number] = prospect = learned.know(job, shown.max_workers, usual, now, step, patience)
+            return prospect.shown(shown, is_settling=is_settling(job, settings, now))
+
+        def decided(show: Callable[[Job, Queued], Queued]) -> tuple[Cluster, list[Decision]]:
+            links = self._machines.links
+            cluster = cluster_of(jobs.values(), nodes, settings, people, usage, links, states, now, show)
+            return cluster, POLICIES[settings.policy](cluster)
+
+        try:
+            cluster, wanted = decided(with_learned)
+            self._problem("learning", "")
+        except Exception as error:  # a model that is no good must not stop anybody
+            self._complain(f"decided without what was learned: {type(error).__name__}: {error}")
+            prospects.clear()
+            cluster, wanted = decided(lambda job, shown: shown)
+        shared.prospects = prospects
+        decisions = [*over_bounds(jobs.values()), *wanted]
         peaks = {number: peak for number, each in shared.seen.items() if (peak := _peak(each)) is not None}
         decisions += reclaim(decisions, jobs, nodes, peaks, now)
         todo, waits = can_do(decisions, jobs, nodes, people)
-        shared.waits = waits
+        shared.waits = explain_waits(waits, cluster)
         for each in todo:
             self._do(each)
+
+    def _complain(self, text: str) -> None:
+        """Say what is wrong with what was learned; in the log once, while it lasts."""
+        if self._shared.problems.get("learning") != text:
+            traceback.print_exc(file=sys.stderr)
+        self._problem("learning", text)
 
     def _states(self, jobs: Mapping[int, Job]) -> dict[int, str]:
         """The states of jobs that others wait for, over or not."""
@@ -273,11 +270,15 @@ class Dispatcher:
             return
         if not todo.allocation:
             self._write(job.number, lambda change, job: transitions.stop(job, "preempt", todo.why, change.now))
-        elif job.is_active:
+            return
+        kinds = self._kinds(todo)
+        if job.is_active:
             self._write(
                 job.number,
                 lambda change, job: (
-                    transitions.change_size(job, todo.allocation, todo.devices, change.now) if not job.wish else job
+                    transitions.change_size(job, todo.allocation, todo.devices, change.now, kinds)
+                    if not job.wish
+                    else job
                 ),
                 job.token,
             )
@@ -285,7 +286,7 @@ class Dispatcher:
             self._write(
                 job.number,
                 lambda change, job: (
-                    transitions.start(job, todo.allocation, todo.devices, change.now)
+                    transitions.start(job, todo.allocation, todo.devices, change.now, kinds)
                     if job.state == WAITING and not job.is_held
                     else job
                 ),
@@ -294,6 +295,10 @@ class Dispatcher:
             started = self._shared.known.jobs.get(todo.number)
             if started is not None and started.state == STARTING:
                 self._start(started)
+
+    def _kinds(self, todo: Todo) -> tuple[str, ...]:
+        """The kinds of nodes that it names."""
+        return tuple(sorted({node.kind for node in self._shared.nodes if node.name in todo.allocation}))
 
     # --- settings
 

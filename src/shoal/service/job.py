@@ -22,7 +22,8 @@ class Asked:
 
     `run_args` are arguments of `shoal run`, with the script, but for the number of workers. `cores`, `memory_bytes`
     and `gpus` are what each worker needs. `after` are jobs that must have finished well before. Of an array, `array`
-    is the number of its first job, `index` the place in it. `env` may hold secrets: it is shown to its owner only.
+    is the number of its first job, `index` the place in it. `data` are paths that it reads. `env` may hold secrets:
+    it is shown to its owner only.
     """
 
     run_args: tuple[str, ...]
@@ -41,7 +42,6 @@ class Asked:
     gpus: float = 0.0
     kinds: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
-    """Paths that it reads."""
     time_limit_seconds: float | None = None
     after: tuple[int, ...] = ()
     array: int | None = None
@@ -55,7 +55,8 @@ class Job:
 
     `token` numbers its attempts: it grows with each, in the transaction before the attempt is started, and an older
     one never starts again. `wish` is how the attempt under way is to end: `cancel`, `preempt`, `time`, or nothing.
-    `allocation` is what is reserved for it; while it shrinks, `target` is what will be left of that.
+    `allocation` is what is reserved for it; while it shrinks, `target` is what will be left of that. `node_kinds` are
+    the kinds of those nodes, `kind_seconds` how long it ran on each kind.
 
     Times that end with `_at` are seconds of the service's own clock (`service/clock.py`), which no change of the
     date moves; those that end with `_wall` are dates for people.
@@ -78,8 +79,8 @@ class Job:
     changed_at: float = 0.0
     accrued_at: float = 0.0
     stopped_at: float | None = None
+    node_kinds: tuple[str, ...] = ()
     kind_seconds: Mapping[str, float] = field(default_factory=dict)
-    """How long it ran on each kind of node."""
     run_seconds: float = 0.0
     service_seconds: float = 0.0
     num_stops: int = 0

@@ -4,11 +4,8 @@ import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgspec
-
-from shoal.observe.predictions import judge
 from shoal.place.cluster import Cluster, Node, Queued, Rate
 from shoal.place.decision import Wait
 from shoal.place.lengths import Lengths
@@ -31,7 +28,6 @@ PATIENCE_ROUNDS = 3
 """A job that has told nothing of its speed for so many rounds and looks never will."""
 
 OWN_STEPS = "its own steps"
-MAX_PREDICTIONS = 20
 FEWEST_STEPS = 5
 PACE_SPREAD = 0.1
 """How far off a job's own pace is at least, as a part of what is left."""
@@ -94,20 +90,18 @@ class Prospect:
     spread: float = 0.0
     told_by: str = ""
 
-    def shown(self, view: Queued, job: Job, now: float, *, is_settling: bool = False) -> Queued:
+    def shown(self, job: Queued, *, is_settling: bool = False) -> Queued:
         """The job as policies see it. While it settles it keeps its size, unless others need its workers."""
-        if not (job.token or job.asked.data or self.told_by or self.rate or self.stop_seconds):
-            return view if view.max_workers == self.max_workers else replace(view, max_workers=self.max_workers)
+        if self.told_by == "" and self.rate is None and not self.stop_seconds and self.max_workers == job.max_workers:
+            return job
         return replace(
-            view,
+            job,
             rate=None if is_settling else self.rate,
             max_workers=self.max_workers,
-            stop_seconds=self.stop_seconds or view.stop_seconds,
+            stop_seconds=self.stop_seconds,
             resize_seconds=self.resize_seconds,
             remaining_seconds=self.remaining_seconds,
             remaining_spread=self.spread,
-            kind_seconds=job.kind_seconds,
-            needs=frozenset(job.asked.data),
         )
 
 
@@ -292,6 +286,11 @@ def work_of(job: Job, rate: Rate | None, kind: str, per_node: int, now: float) -
     return seconds * speed_of(rate, kind, round(workers), per_node)
 
 
+def is_settling(job: Job, settings: Settings, now: float) -> bool:
+    """Whether its size was changed within a round: the goodput policy lets it be, or sizes would go to and fro."""
+    return settings.policy == "goodput" and job.is_active and now - job.changed_at < settings.round_seconds
+
+
 def patience_of(jobs: Iterable[Job], settings: Settings) -> dict[str, float]:
     """By partition, how long the goodput policy keeps an elastic job of unknown speed small; other policies never do.
 
@@ -337,49 +336,6 @@ def explain_waits(waits: Mapping[int, Wait], cluster: Cluster) -> dict[int, Wait
     return told
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Taught:
-    """A cluster as policies see it with what was learned, and what that is of each job."""
-
-    cluster: Cluster
-    prospects: Mapping[int, Prospect]
-
-
-def teach(
-    cluster: Cluster, jobs: Mapping[int, Job], settings: Settings, learned: Learned, steps: Mapping[int, int | None]
-) -> Taught:
-    """Add to each job what is known of it besides what was asked, and to nodes what of the jobs' data they have."""
-    usual, patience = Usual(cluster.nodes), patience_of(jobs.values(), settings)
-    prospects: dict[int, Prospect] = {}
-    shown = []
-    for view in cluster.jobs:
-        job = jobs[int(view.id)]
-        known = learned.know(
-            job, view.max_workers, usual, cluster.now, steps.get(job.number), patience.get(view.partition)
-        )
-        prospects[job.number] = known
-        is_settling = settings.policy == "goodput" and is_changed(job, settings.round_seconds, cluster.now)
-        shown.append(known.shown(view, job, cluster.now, is_settling=is_settling))
-    changed = replace(cluster, jobs=tuple(shown), nodes=with_data(cluster.nodes, shown))
-    return Taught(cluster=changed, prospects=prospects)
-
-
-def is_changed(job: Job, seconds: float, now: float) -> bool:
-    """Whether its size was changed lately: the goodput policy lets it be then, or sizes would go to and fro."""
-    return job.is_active and now - job.changed_at < seconds
-
-
-def count_kinds(before: Job, after: Job, kinds: Mapping[str, str]) -> Job:
-    """The job with the time that has been added to it counted for the kinds of nodes that it was on."""
-    more = after.run_seconds - before.run_seconds
-    if more <= 0:
-        return after
-    counted = dict(after.kind_seconds)
-    for kind in {kinds[name] for name in before.allocation if name in kinds}:
-        counted[kind] = counted.get(kind, 0.0) + more
-    return replace(after, kind_seconds=counted)
-
-
 def with_data(nodes: Sequence[Node], jobs: Iterable[Queued]) -> tuple[Node, ...]:
     """Nodes with what of the jobs' data each has: `holds` of a folder is what lies in it, too."""
     needs = {path for job in jobs for path in job.needs}
@@ -392,16 +348,3 @@ def with_data(nodes: Sequence[Node], jobs: Iterable[Queued]) -> tuple[Node, ...]
 
 def _is_inside(path: str, folders: Iterable[str]) -> bool:
     return any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in folders)
-
-
-def tell_learned(prospect: Prospect | None, predictions: Sequence[Prediction]) -> dict[str, Any]:
-    """How far off what is expected of a job may be and where it is from, and how well its speed was predicted."""
-    known = prospect or Prospect()
-    accuracy = judge(predictions)
-    return {
-        "left_spread": known.spread if known.left_seconds is not None else None,
-        "left_told_by": known.told_by,
-        "stop_seconds": known.stop_seconds,
-        "predictions": [msgspec.to_builtins(made) | {"error": made.error} for made in predictions[-MAX_PREDICTIONS:]],
-        "accuracy": None if accuracy is None else msgspec.to_builtins(accuracy),
-    }

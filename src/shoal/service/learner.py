@@ -15,13 +15,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from shoal.observe.predictions import read_predictions
 from shoal.place.cluster import Rate
 from shoal.place.lengths import Lengths
 from shoal.service.job import FINISHED, RUNNING, Job
 from shoal.service.learned import FEWEST_STEPS, SAME_SCRIPT, Hopeful, Insight, Like, Pace, Usual, work_of
 from shoal.service.state import Shared
-from shoal.spec.prediction import Prediction
 
 if TYPE_CHECKING:
     from shoal.learning import Expecting, Study
@@ -267,6 +265,8 @@ class Learner:
 
     def _study(self, job: Job, watch: Watch) -> None:
         """Read all of its steps, and fit its model again."""
+        from shoal.observe.predictions import read_predictions
+
         if not _is_readable(watch.run_dir):
             raise ValueError(f"{watch.run_dir} has no metrics, or more than a run can have")
         fitted = self._fit(job, watch.run_dir)
@@ -380,8 +380,3 @@ def _is_readable(run_dir: str) -> bool:
     except OSError:
         return False
     return any(name.startswith("metrics-") for name in sizes) and sum(sizes.values()) <= MAX_FOLDER_BYTES
-
-
-def predictions_of(home: str, job: Job) -> list[Prediction]:
-    """What was expected of a job that is not looked at now, from its run folder."""
-    return read_predictions(os.path.join(home, "runs", job.run_name)) if job.has_run else []

@@ -1,17 +1,24 @@
 """What is told of jobs, nodes, people and shares: plain values for the API. Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from shoal.observe.clean import clean
+from shoal.observe.predictions import judge
 from shoal.place.cluster import Node
 from shoal.place.decision import Wait
 from shoal.service.job import Job
+from shoal.service.learned import Prospect
 from shoal.service.people import ADMIN, Person, Token
+from shoal.spec.prediction import Prediction
+
+MAX_PREDICTIONS = 20
 
 
 def tell_job(
-    job: Job, now: float, wait: Wait | None = None, seen: Any = None, prospect: Any = None
+    job: Job, now: float, wait: Wait | None = None, seen: Any = None, prospect: Prospect | None = None
 ) -> dict[str, Any]:
     """A job as lists show it."""
     asked = job.asked
@@ -85,6 +92,19 @@ def tell_more(job: Job, who: Person) -> dict[str, Any]:
         "is_preemptible": asked.is_preemptible,
         "attempts": job.token,
         "worker_seconds": job.service_seconds,
+    }
+
+
+def tell_learned(prospect: Prospect | None, predictions: Sequence[Prediction]) -> dict[str, Any]:
+    """How far off what is expected of a job may be and where it is from, and how well its speed was predicted."""
+    known = prospect or Prospect()
+    accuracy = judge(predictions)
+    return {
+        "left_spread": known.spread if known.left_seconds is not None else None,
+        "left_told_by": known.told_by,
+        "stop_seconds": known.stop_seconds,
+        "predictions": [msgspec.to_builtins(made) | {"error": made.error} for made in predictions[-MAX_PREDICTIONS:]],
+        "accuracy": None if accuracy is None else msgspec.to_builtins(accuracy),
     }
 
 

@@ -102,7 +102,13 @@ def resize(job: Job, least: int | None, most: int) -> Job:
     return replace(job, min_workers=least, max_workers=most)
 
 
-def start(job: Job, allocation: Mapping[str, int], devices: Mapping[str, tuple[int, ...]], now: float) -> Job:
+def start(
+    job: Job,
+    allocation: Mapping[str, int],
+    devices: Mapping[str, tuple[int, ...]],
+    now: float,
+    kinds: tuple[str, ...] = (),
+) -> Job:
     """Reserve nodes, and take the next token. Its keeper is started only after this is on disk."""
     assert job.state == WAITING, job
     return replace(
@@ -114,6 +120,7 @@ def start(job: Job, allocation: Mapping[str, int], devices: Mapping[str, tuple[i
         devices=dict(devices),
         target=None,
         target_devices={},
+        node_kinds=kinds,
         changed_at=now,
         accrued_at=now,
         message="",
@@ -122,9 +129,15 @@ def start(job: Job, allocation: Mapping[str, int], devices: Mapping[str, tuple[i
     )
 
 
-def change_size(job: Job, allocation: Mapping[str, int], devices: Mapping[str, tuple[int, ...]], now: float) -> Job:
+def change_size(
+    job: Job,
+    allocation: Mapping[str, int],
+    devices: Mapping[str, tuple[int, ...]],
+    now: float,
+    kinds: tuple[str, ...] = (),
+) -> Job:
     """Reserve more at once, or say what is to be left: what goes is given back when its workers are gone."""
-    job = accrue(job, now)
+    job = replace(accrue(job, now), node_kinds=kinds)
     if sum(allocation.values()) >= job.num_reserved:
         return replace(
             job, allocation=dict(allocation), devices=dict(devices), target=None, target_devices={}, changed_at=now
@@ -149,7 +162,14 @@ def accrue(job: Job, now: float) -> Job:
         accrued_at=now,
         run_seconds=job.run_seconds + seconds,
         service_seconds=job.service_seconds + seconds * job.num_reserved,
+        kind_seconds=kind_seconds_at(job, now),
     )
+
+
+def kind_seconds_at(job: Job, now: float) -> dict[str, float]:
+    """How long it has run on each kind of node, to this moment."""
+    seconds = max(now - job.accrued_at, 0.0) if job.is_active else 0.0
+    return {**job.kind_seconds, **{kind: job.kind_seconds.get(kind, 0.0) + seconds for kind in job.node_kinds}}
 
 
 def see(job: Job, seen: Sight, now: float, wall: float) -> Job:

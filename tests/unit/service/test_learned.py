@@ -20,13 +20,13 @@ from shoal.service.learned import (
     Learned,
     Pace,
     Usual,
-    count_kinds,
     explain_waits,
+    is_settling,
     like_of,
-    teach,
+    patience_of,
 )
 from shoal.service.settings import NodeLimits, Settings, apply_limits, parse_settings
-from shoal.service.transitions import accrue, start
+from shoal.service.transitions import accrue, change_size, start
 from shoal.spec.errors import UserError
 
 NODE = Node(name="a", cores=6.0, memory_bytes=1 << 34)
@@ -39,7 +39,7 @@ def job(number: int, *args: str, owner: str = "ann", **fields: object) -> Job:
 
 def elastic(number: int, workers: int = 0, most: int = 6) -> Job:
     asked = job(number, min_workers=1, max_workers=most, is_elastic=True)
-    return replace(start(asked, {"a": workers}, {}, 0.0), state="running") if workers else asked
+    return replace(start(asked, {"a": workers}, {}, 0.0, ("cpu",)), state="running") if workers else asked
 
 
 def rate(seconds: dict[int, float]) -> Hopeful:
@@ -60,10 +60,16 @@ FLAT = {1: 0.5, 2: 0.52, 3: 0.53, 6: 0.57}
 
 def decide(jobs: list[Job], learned: Learned, policy: str, now: float = 1000.0, nodes: tuple[Node, ...] = (NODE,)):
     """As the dispatcher does; returns what is to be done, and why others wait."""
-    settings, known = Settings(policy=policy), {each.number: each for each in jobs}
-    cluster = teach(cluster_of(jobs, nodes, settings, {}, {}, {}, {}, now), known, settings, learned, {}).cluster
+    settings, usual = Settings(policy=policy), Usual(nodes)
+    patience = patience_of(jobs, settings)
+
+    def with_learned(job, shown):
+        known = learned.know(job, shown.max_workers, usual, now, None, patience.get("default"))
+        return known.shown(shown, is_settling=is_settling(job, settings, now))
+
+    cluster = cluster_of(jobs, nodes, settings, {}, {}, {}, {}, now, with_learned)
     decisions = POLICIES[policy](cluster)
-    todo, waits = can_do(decisions, known, nodes, {})
+    todo, waits = can_do(decisions, {each.number: each for each in jobs}, nodes, {})
     return decisions, {each.number: sum(each.allocation.values()) for each in todo}, explain_waits(waits, cluster)
 
 
@@ -224,12 +230,11 @@ def test_what_a_stop_costs_is_measured_or_that_of_jobs_alike():
 
 
 def test_time_is_counted_for_each_kind_of_node():
-    begun = start(job(1), {"a": 1, "b": 1, "c": 1}, {}, 10.0)
-    counted = count_kinds(begun, accrue(begun, 30.0), {"a": "cpu", "b": "gpu", "c": "gpu"})
-    assert counted.kind_seconds == {"cpu": 20.0, "gpu": 20.0}
-    assert count_kinds(counted, accrue(counted, 35.0), {"b": "gpu"}).kind_seconds == {"cpu": 20.0, "gpu": 25.0}
-    view = cluster_of([counted], [NODE], Settings(), {}, {}, {}, {}, 30.0)
-    assert teach(view, {1: counted}, Settings(), Learned(), {}).cluster.jobs[0].kind_seconds == counted.kind_seconds
+    begun = start(job(1), {"a": 1}, {}, 10.0, ("cpu", "gpu"))
+    moved = change_size(begun, {"a": 2}, {}, 30.0, ("gpu",))
+    assert accrue(moved, 35.0).kind_seconds == {"cpu": 20.0, "gpu": 25.0}
+    shown = cluster_of([moved], [NODE], Settings(), {}, {}, {}, {}, 40.0).jobs[0]
+    assert shown.kind_seconds == {"cpu": 20.0, "gpu": 30.0}
 
 
 def test_nodes_that_have_the_data_are_preferred():
@@ -237,9 +242,7 @@ def test_nodes_that_have_the_data_are_preferred():
     nodes = tuple(apply_limits(replace(NODE, name=name), settings, {}) for name in ("a", "b", "c"))
     for data, held in (("/data/images/train", "b"), ("/data/imagesque", "a"), ("/data", "a")):
         (asked,) = read_submission({"jobs": [{"args": ["t.py"], "dir": "/", "data": [data]}]}).jobs
-        reads = replace(job(1), asked=asked)
-        view = cluster_of([reads], nodes, settings, {}, {}, {}, {}, 0.0)
-        decisions = POLICIES["fifo"](teach(view, {1: reads}, settings, Learned(), {}).cluster)
+        decisions = POLICIES["fifo"](cluster_of([replace(job(1), asked=asked)], nodes, settings, {}, {}, {}, {}, 0.0))
         assert [list(each.allocation) for each in decisions if isinstance(each, Place)] == [[held]], data
 
 

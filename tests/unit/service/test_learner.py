@@ -104,7 +104,7 @@ class Service:
 
         def act(change):
             made = change.add(lambda number: submit(number, "ann", asked, change.now, change.wall))
-            begun = start(made, {"a": workers}, {}, change.now)
+            begun = start(made, {"a": workers}, {}, change.now, ("cpu",))
             change.put(replace(begun, state="running", has_run=True))
             return made.number
 
@@ -307,11 +307,11 @@ def test_a_model_that_is_no_good_stops_nobody(service: Service, capfd: pytest.Ca
     ).result()
     dispatcher = Dispatcher(service.shared, attempts)
     service.shared.learned = Bad()
-    dispatcher._decide_anyhow()
-    dispatcher._decide_anyhow()
+    dispatcher._decide()
+    dispatcher._decide()
     assert service.shared.waits[1].why == "held"
     assert "no number" in service.shared.problems["learning"]
     assert capfd.readouterr().err.count("Traceback") == 1
     service.shared.learned = Learned()
-    dispatcher._decide_anyhow()
+    dispatcher._decide()
     assert "learning" not in service.shared.problems
