@@ -8,8 +8,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from shoal.place.cluster import Cluster, Node, Queued
-from shoal.place.decision import Decision
+from shoal.place.cluster import Node, Queued
 from shoal.service import acts, transitions
 from shoal.service.briefing import orders_for
 from shoal.service.deciding import Todo, can_do, cluster_of, hopeless, over_bounds, usage_of
@@ -63,6 +62,7 @@ class Dispatcher:
         self._accrue_at = 0.0
         self._forget_at = 0.0
         self._settings_stamp: object = None
+        self._is_plain = False
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="shoal-dispatcher", daemon=True)
 
@@ -103,7 +103,7 @@ class Dispatcher:
             known.num_changes != self._changes_seen and now >= self._decide_at
         ) or now >= self._decide_at + DECIDE_SECONDS:
             self._changes_seen = known.num_changes
-            self._decide()
+            self._decide_anyhow()
             took = time.monotonic() - now
             self._shared.decided_seconds = took
             self._decide_at = time.monotonic() + took / SHARE_OF_TIME
@@ -200,6 +200,22 @@ class Dispatcher:
 
     # --- decisions
 
+    def _decide_anyhow(self) -> None:
+        """Decide with what was learned; where that goes wrong, without it, which is said in the log once."""
+        trouble = ""
+        try:
+            self._decide()
+        except Exception as error:  # a model that is no good must not stop anybody
+            trouble = f"decided without what was learned: {type(error).__name__}: {error}"
+            if self._shared.problems.get("learning") != trouble:
+                traceback.print_exc(file=sys.stderr)
+            self._is_plain = True
+            try:
+                self._decide()
+            finally:
+                self._is_plain = False
+        self._problem("learning", trouble)
+
     def _decide(self) -> None:
         from shoal.place.policies import POLICIES
 
@@ -221,37 +237,23 @@ class Dispatcher:
         patiences = patience_of(jobs.values(), settings)
 
         def with_learned(job: Job, shown: Queued) -> Queued:
+            if self._is_plain:
+                return shown
             step = getattr(shared.seen.get(job.number), "step", None)
             patience = patiences.get(job.asked.partition)
             prospects[job.number] = prospect = learned.know(job, shown.max_workers, usual, now, step, patience)
             return prospect.shown(shown, is_settling=is_settling(job, settings, now))
 
-        def decided(show: Callable[[Job, Queued], Queued]) -> tuple[Cluster, list[Decision]]:
-            links = self._machines.links
-            cluster = cluster_of(jobs.values(), nodes, settings, people, usage, links, states, now, show)
-            return cluster, POLICIES[settings.policy](cluster)
-
-        try:
-            cluster, wanted = decided(with_learned)
-            self._problem("learning", "")
-        except Exception as error:  # a model that is no good must not stop anybody
-            self._complain(f"decided without what was learned: {type(error).__name__}: {error}")
-            prospects.clear()
-            cluster, wanted = decided(lambda job, shown: shown)
+        links = self._machines.links
+        cluster = cluster_of(jobs.values(), nodes, settings, people, usage, links, states, now, with_learned)
         shared.prospects = prospects
-        decisions = [*over_bounds(jobs.values()), *wanted]
+        decisions = [*over_bounds(jobs.values()), *POLICIES[settings.policy](cluster)]
         peaks = {number: peak for number, each in shared.seen.items() if (peak := _peak(each)) is not None}
         decisions += reclaim(decisions, jobs, nodes, peaks, now)
         todo, waits = can_do(decisions, jobs, nodes, people)
         shared.waits = explain_waits(waits, cluster)
         for each in todo:
             self._do(each)
-
-    def _complain(self, text: str) -> None:
-        """Say what is wrong with what was learned; in the log once, while it lasts."""
-        if self._shared.problems.get("learning") != text:
-            traceback.print_exc(file=sys.stderr)
-        self._problem("learning", text)
 
     def _states(self, jobs: Mapping[int, Job]) -> dict[int, str]:
         """The states of jobs that others wait for, over or not."""

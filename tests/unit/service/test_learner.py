@@ -307,11 +307,11 @@ def test_a_model_that_is_no_good_stops_nobody(service: Service, capfd: pytest.Ca
     ).result()
     dispatcher = Dispatcher(service.shared, attempts)
     service.shared.learned = Bad()
-    dispatcher._decide()
-    dispatcher._decide()
+    dispatcher._decide_anyhow()
+    dispatcher._decide_anyhow()
     assert service.shared.waits[1].why == "held"
     assert "no number" in service.shared.problems["learning"]
     assert capfd.readouterr().err.count("Traceback") == 1
     service.shared.learned = Learned()
-    dispatcher._decide()
+    dispatcher._decide_anyhow()
     assert "learning" not in service.shared.problems

@@ -150,7 +150,7 @@ def test_one_job_is_told_with_what_was_learned_of_it():
         "dir": "/",
     }
     told |= {"submitted": None, "started": None, "ended": None, "attempts": 1, "step": 7, "run": "job-17"}
-    told |= {"left_spread": 0.1, "left_told_by": "its own steps", "stop_seconds": 12.0}
+    told |= {"left_spread": 0.1, "left_told_by": "its own steps", "pause_seconds": 12.0}
     told |= {"predictions": [made, {**made, "workers": 1, "spread": 3.0}]}
     lines = [" ".join(line.split()) for line in tell_job(told).splitlines()]
     assert "left about 1:30 ± 10%, by its own steps" in lines
