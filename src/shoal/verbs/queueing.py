@@ -122,13 +122,15 @@ def tell_job(told: Mapping[str, Any]) -> str:
         "why": told["why"],
         "starts": "" if told["eta_seconds"] is None else f"in about {duration(told['eta_seconds'])}",
         "left" if told["nodes"] else "takes": _left(told),
-        "stopping": f"and starting again takes it {duration(told['pause_seconds'])}" if told["pause_seconds"] else "",
+        "stopping": f"and starting again takes it {duration(told['pause_seconds'])}"
+        if told.get("pause_seconds")
+        else "",
         "ended": told["message"] or told["cause"],
         "exit code": "" if told["exit_code"] is None else told["exit_code"],
         "owner": told["owner"] + (f" ({told['account']})" if told["account"] != told["owner"] else ""),
         "class": f"{told['class']}, priority {told['priority']}, partition {told['partition']}",
         "workers": f"{_workers(told)}, each with {', '.join(needs)}",
-        "data": ", ".join(told["data"]),
+        "data": ", ".join(told.get("data", ())),
         "nodes": ", ".join(f"{name} ({count})" for name, count in told["nodes"].items()),
         "after": ", ".join(map(str, told["after"])),
         "submitted": _date(told["submitted"]),

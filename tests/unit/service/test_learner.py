@@ -104,7 +104,7 @@ class Service:
 
         def act(change):
             made = change.add(lambda number: submit(number, "ann", asked, change.now, change.wall))
-            begun = start(made, {"a": workers}, {}, change.now, ("cpu",))
+            begun = start(made, {"a": workers}, {}, change.now, kinds=("cpu",))
             change.put(replace(begun, state="running", has_run=True))
             return made.number
 

@@ -150,6 +150,8 @@ def test_one_job_is_told_with_what_was_learned_of_it():
         "dir": "/",
     }
     told |= {"submitted": None, "started": None, "ended": None, "attempts": 1, "step": 7, "run": "job-17"}
+    told |= {"disk_bytes": 0, "change": "", "changed": None, "is_preemptible": True, "num_preempted": 0}
+    told |= {"max_preemptions": None, "stop_seconds": None, "asked_memory_bytes": 0}
     told |= {"left_spread": 0.1, "left_told_by": "its own steps", "pause_seconds": 12.0}
     told |= {"predictions": [made, {**made, "workers": 1, "spread": 3.0}]}
     lines = [" ".join(line.split()) for line in tell_job(told).splitlines()]
