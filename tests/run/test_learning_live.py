@@ -75,7 +75,7 @@ def test_the_job_that_scales_gets_the_workers_and_what_was_learned_stays(home: P
         assert {made["workers"] for made in told["predictions"]} >= {1, 2}
         assert told["accuracy"]["num_made"] == len(told["predictions"])
         assert told["left_told_by"] == "its own steps"
-        assert told["stop_seconds"] > 0
+        assert told["pause_seconds"] > 0
         assert client.queue()["problems"] == {}
         # Killed, it takes them up again, and what is known of them comes back.
         daemon.kill()

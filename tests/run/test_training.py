@@ -290,8 +290,11 @@ def test_metrics_and_settings_are_written(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics-0.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(np.isfinite(row["loss"]) for row in rows)
-    settings = [e for e in journal.read(str(tmp_path / "run" / "journal.jsonl")) if e.kind == "settings"]
+    events = list(journal.read(str(tmp_path / "run" / "journal.jsonl")))
+    assert [event.data["num_steps"] for event in events if event.kind == "goal"] == [3]
+    settings = [event for event in events if event.kind == "settings"]
     assert settings[0].data["seed"] == {"value": 5, "source": "script"}
+    assert settings[0].data["parameters"]["value"] == sum(each.numel() for each in trainer.model.parameters())
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert run["status"] == "finished"
 

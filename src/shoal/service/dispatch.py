@@ -71,6 +71,7 @@ class Dispatcher:
         self._accrue_at = 0.0
         self._forget_at = 0.0
         self._settings_stamp: object = None
+        self._is_plain = False
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="shoal-dispatcher", daemon=True)
 
@@ -111,7 +112,7 @@ class Dispatcher:
             known.num_changes != self._changes_seen and now >= self._decide_at
         ) or now >= self._decide_at + DECIDE_SECONDS:
             self._changes_seen = known.num_changes
-            self._decide()
+            self._decide_anyhow()
             took = time.monotonic() - now
             self._shared.decided_seconds = took
             self._decide_at = time.monotonic() + took / SHARE_OF_TIME
@@ -216,6 +217,22 @@ class Dispatcher:
 
     # --- decisions
 
+    def _decide_anyhow(self) -> None:
+        """Decide with what was learned; where that goes wrong, without it, which is said in the log once."""
+        trouble = ""
+        try:
+            self._decide()
+        except Exception as error:  # a model that is no good must not stop anybody
+            trouble = f"decided without what was learned: {type(error).__name__}: {error}"
+            if self._shared.problems.get("learning") != trouble:
+                traceback.print_exc(file=sys.stderr)
+            self._is_plain = True
+            try:
+                self._decide()
+            finally:
+                self._is_plain = False
+        self._problem("learning", trouble)
+
     def _decide(self) -> None:
         from shoal.place.policies import POLICIES
         from shoal.place.reclaim import reclaim
@@ -237,6 +254,8 @@ class Dispatcher:
         patiences = patience_of(jobs.values(), settings)
 
         def with_learned(job: Job, shown: Queued) -> Queued:
+            if self._is_plain:
+                return shown
             step = getattr(shared.seen.get(job.number), "step", None)
             patience = patiences.get(job.asked.partition)
             prospects[job.number] = prospect = learned.know(job, shown.max_workers, usual, now, step, patience)

@@ -4,6 +4,7 @@ It looks at running jobs now and then, and at each that ends; what it found repl
 goes wrong here is said once in the service's log and changes nothing else: the dispatcher never waits for it.
 """
 
+import math
 import os
 import sys
 import threading
@@ -216,7 +217,7 @@ class Learner:
             batches=found.batches,
         )
         remember(self._history_path, past)
-        self._history.append(past)
+        self._history = [*self._history, past][-MAX_FINISHED:]
         self._has_new_history = True
 
     def _relearn(self) -> None:
@@ -277,7 +278,7 @@ class Learner:
         from shoal.observe.predictions import read_predictions
 
         if not _is_readable(watch.run_dir):
-            raise ValueError(f"{watch.run_dir} has more metrics than a run can have")
+            raise ValueError(f"{watch.run_dir} has no metrics, or more than a run can have")
         fitted = self._fit(job, watch.run_dir)
         if fitted is None:
             return
@@ -349,8 +350,14 @@ class Learner:
         likely = LearnedRate(throughput=model, batching=batching, most_workers=max(most, 1))
         best = replace(likely, optimism=1.0, _tables={}, _grids={})
         for kind in {node.kind for node in self._shared.nodes}:
-            likely.ready(kind)
-            best.ready(kind)
+            made = [
+                each.ready(kind)(kind, size, nodes)
+                for each in (likely, best)
+                for size in (1, most)
+                for nodes in (1, 2)
+            ]
+            if not all(0.0 <= rate < math.inf for rate in made):
+                raise ValueError(f"its model says {made} samples a second")
         return Hopeful(likely, best, model.largest_workers)
 
     def _kinds(self, job: Job) -> tuple[str, dict[str, str]]:
@@ -374,10 +381,12 @@ def _name(job: Job) -> str:
 
 
 def _is_readable(run_dir: str) -> bool:
-    """Whether what there is to read is as much as a run of ours leaves, at most."""
+    """Whether there are steps to read, and no more than a run of ours can leave."""
     try:
         with os.scandir(run_dir) as entries:
-            sizes = [each.stat().st_size for each in entries if each.name.startswith(("metrics-", "journal."))]
+            sizes = {
+                each.name: each.stat().st_size for each in entries if each.name.startswith(("metrics-", "journal."))
+            }
     except OSError:
         return False
-    return bool(sizes) and sum(sizes) <= MAX_FOLDER_BYTES
+    return any(name.startswith("metrics-") for name in sizes) and sum(sizes.values()) <= MAX_FOLDER_BYTES

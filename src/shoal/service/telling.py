@@ -110,7 +110,7 @@ def tell_learned(prospect: Prospect | None, predictions: Sequence[Prediction]) -
     return {
         "left_spread": known.spread if known.left_seconds is not None else None,
         "left_told_by": known.told_by,
-        "stop_seconds": known.stop_seconds,
+        "pause_seconds": known.stop_seconds,
         "predictions": [msgspec.to_builtins(made) | {"error": made.error} for made in predictions[-MAX_PREDICTIONS:]],
         "accuracy": None if accuracy is None else msgspec.to_builtins(accuracy),
     }

@@ -122,14 +122,17 @@ def tell_job(told: Mapping[str, Any]) -> str:
         "state": told["state"] + (f", number {told['position']} in line" if told["position"] else ""),
         "why": told["why"],
         "starts": "" if told["eta_seconds"] is None else f"in about {duration(told['eta_seconds'])}",
-        "left": _left(told),
-        "stopping": f"and starting again takes it {duration(told['stop_seconds'])}" if told["stop_seconds"] else "",
+        "left" if told["nodes"] else "takes": _left(told),
+        "stopping": f"and starting again takes it {duration(told['pause_seconds'])}"
+        if told.get("pause_seconds")
+        else "",
         "ended": told["message"] or told["cause"],
         "decided": f"{_date(told['changed'])}  {told['change']}" if told["change"] else "",
         "exit code": "" if told["exit_code"] is None else told["exit_code"],
         "owner": told["owner"] + (f" ({told['account']})" if told["account"] != told["owner"] else ""),
         "class": f"{told['class']}, priority {told['priority']}, partition {told['partition']}",
         "workers": f"{_workers(told)}, each with {', '.join(needs)}",
+        "data": ", ".join(told.get("data", ())),
         "nodes": ", ".join(f"{name} ({count})" for name, count in told["nodes"].items()),
         "after": ", ".join(map(str, told["after"])),
         "submitted": _date(told["submitted"]),
@@ -163,8 +166,10 @@ def _speed(told: Mapping[str, Any]) -> Iterator[str]:
     for made in told["predictions"]:
         size = f"{made['workers']} worker{'s' * (made['workers'] != 1)}"
         where = f" on {made['nodes']} nodes" if made["nodes"] > 1 else ""
-        expected = f"a step was expected to take {ms(made['expected_seconds'])} ± {made['spread']:.0%}"
-        yield f"speed      {size}{where}: {expected}, and took {ms(made['measured_seconds'])}"
+        measured = ms(made["measured_seconds"])
+        expected = f"was expected to take {ms(made['expected_seconds'])} ± {made['spread']:.0%}, and took {measured}"
+        # Of a job that is the first of its kind nothing is expected.
+        yield f"speed      {size}{where}: a step {expected if made['spread'] < 1 else f'took {measured}'}"
 
 
 def _stops(told: Mapping[str, Any]) -> str:

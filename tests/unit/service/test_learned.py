@@ -87,6 +87,18 @@ def test_of_two_elastic_jobs_the_one_that_scales_gets_the_workers():
     assert decide(jobs, Learned(), "goodput")[1] == {}, "of which nothing is known, nobody is resized"
 
 
+def test_a_resize_is_weighed_by_what_it_costs_and_not_by_what_a_stop_does():
+    jobs = [elastic(1, 3), elastic(2, 3)]
+
+    def done(resize_seconds: float) -> dict[int, int]:
+        costs = {"largest": 6, "pause_seconds": 500.0, "resize_seconds": resize_seconds}
+        insights = {1: Insight(rate=rate(SCALES), **costs), 2: Insight(rate=rate(FLAT), **costs)}
+        return decide(jobs, Learned(insights=insights), "goodput")[1]
+
+    assert done(0.5) == {2: 1}
+    assert done(1e6) == {}
+
+
 def test_a_job_keeps_its_size_for_a_round():
     jobs = [replace(elastic(1, 3), changed_at=990.0), replace(elastic(2, 3), changed_at=990.0)]
     insights = {1: Insight(rate=rate(SCALES), largest=6), 2: Insight(rate=rate(FLAT), largest=6)}

@@ -16,9 +16,11 @@ from shoal.observe.turns import merge_turns
 from shoal.place.cluster import Node
 from shoal.place.prior import PastJob, Traits
 from shoal.place.throughput import Observation
+from shoal.service import attempts
 from shoal.service.asking import read_submission
+from shoal.service.dispatch import Dispatcher
 from shoal.service.job import Job
-from shoal.service.learned import OWN_STEPS, Usual
+from shoal.service.learned import OWN_STEPS, Learned, Usual
 from shoal.service.learner import HISTORY, Learner
 from shoal.service.orders import Seen
 from shoal.service.settings import Settings
@@ -290,3 +292,26 @@ def test_what_stopping_starting_and_resizing_take(tmp_path: Path):
     rows = {0: [metrics(step, 10.0 + step, 1, 1.0) for step in range(3)]}
     assert pause_of(merge_turns(rows), []) is None
     assert resize_of(merge_turns(rows), []) is None
+
+
+def test_a_model_that_is_no_good_stops_nobody(service: Service, capfd: pytest.CaptureFixture[str]):
+    """Deciding goes on without it, and says so in the log once."""
+
+    class Bad(Learned):
+        def know(self, *_: object, **__: object):
+            raise FloatingPointError("no number")
+
+    asked = read_submission({"jobs": [{"args": ["t.py"], "dir": "/"}]}).jobs[0]
+    service.writer.do(
+        lambda change: change.add(lambda number: submit(number, "ann", asked, 0.0, 0.0, is_held=True))
+    ).result()
+    dispatcher = Dispatcher(service.shared, attempts)
+    service.shared.learned = Bad()
+    dispatcher._decide_anyhow()
+    dispatcher._decide_anyhow()
+    assert service.shared.waits[1].why == "held"
+    assert "no number" in service.shared.problems["learning"]
+    assert capfd.readouterr().err.count("Traceback") == 1
+    service.shared.learned = Learned()
+    dispatcher._decide_anyhow()
+    assert "learning" not in service.shared.problems

@@ -137,6 +137,35 @@ def test_the_queue_fits_80_columns_and_says_why():
     assert "the queue is empty" in tell_queue({"jobs": [], "total": 0}, 80)
 
 
+def test_one_job_is_told_with_what_was_learned_of_it():
+    made = {"workers": 2, "nodes": 1, "expected_seconds": 0.104, "spread": 0.2, "measured_seconds": 0.0915}
+    told = {**ROW, "state": "running", "nodes": {"a": 2}, "workers": 2, "cores": 1.0, "memory_bytes": 0, "gpus": 0.0}
+    told |= {"position": 0, "eta_seconds": None, "time_limit_seconds": None, "cause": "", "exit_code": None}
+    told |= {
+        "account": "anna",
+        "partition": "default",
+        "data": ["/data/a"],
+        "after": [],
+        "args": ["t.py"],
+        "dir": "/",
+    }
+    told |= {"submitted": None, "started": None, "ended": None, "attempts": 1, "step": 7, "run": "job-17"}
+    told |= {"disk_bytes": 0, "change": "", "changed": None, "is_preemptible": True, "num_preempted": 0}
+    told |= {"max_preemptions": None, "stop_seconds": None, "asked_memory_bytes": 0}
+    told |= {"left_spread": 0.1, "left_told_by": "its own steps", "pause_seconds": 12.0}
+    told |= {"predictions": [made, {**made, "workers": 1, "spread": 3.0}]}
+    lines = [" ".join(line.split()) for line in tell_job(told).splitlines()]
+    assert "left about 1:30 ± 10%, by its own steps" in lines
+    assert "stopping and starting again takes it 0:12" in lines
+    assert "data /data/a" in lines
+    assert "speed 2 workers: a step was expected to take 104 ms ± 20%, and took 91.5 ms" in lines
+    assert "speed 1 worker: a step took 91.5 ms" in lines, "nothing was known of it"
+    waiting = {**told, "state": "waiting", "nodes": {}, "eta_seconds": 60.0, "attempts": 0}
+    assert any(
+        line.startswith("takes about 1:30") for line in map(" ".join, map(str.split, tell_job(waiting).splitlines()))
+    )
+
+
 def test_many_changes_are_told_in_few_lines():
     rows = [{"job": number, "state": "cancelled", "before": "waiting", "is_held": False} for number in range(1000)]
     assert tell_change("cancel", rows) == "1000 jobs: cancelled (it was waiting)"
