@@ -38,7 +38,7 @@ def published(policy: str) -> dict[str, dict[str, float]]:
 
 
 def jobs_of(path: Path, know: str = "none", *, is_rigid: bool = False) -> list[PolluxWork]:
-    past = Past() if know == "learned" else None
+    past = Past() if know != "none" else None
     return read_pollux(path, DATA / "profiles", is_rigid=is_rigid, knows_length=know == "known", past=past)
 
 
