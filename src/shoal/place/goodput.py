@@ -96,7 +96,7 @@ def _shape(walk: Walk, jobs: Sequence[Queued], tuning: Tuning) -> set[str]:
         largest = max(min(job.max_workers, cap or job.max_workers), job.min_workers)
         members.append(member_of(job, largest, per_node, kind, tuning))
     members = weigh(members, room, is_known(jobs), tuning)
-    _apply(walk, members, choose_sizes(members, room, budgets, tuning), zone)
+    _apply(walk, members, choose_sizes(members, room, budgets), zone)
     return {job.id for job in able}
 
 

@@ -23,15 +23,16 @@ class Tuning:
     job got so far, and `fresh_seconds`, as jobs are of all lengths and one that ran long will run long. `bend` below
     1 makes further workers of one job worth less there, for fairness among those of whom nothing is known.
 
-    A change of size must pay for its pause within `horizon_seconds`, about as long as a size lasts, or before the job
-    ends if that is sooner.
+    A change of size must pay for its pause within `horizon_seconds`, or `known_horizon_seconds` where lengths are
+    known, about as long as a size lasts (both chosen on drawn workloads); or before the job ends if that is sooner.
     """
 
     power: float = 0.5
     urgency: float = 0.25
     lindy: float = 1.0
     fresh_seconds: float = 600.0
-    horizon_seconds: float = 600.0
+    horizon_seconds: float = 300.0
+    known_horizon_seconds: float = 600.0
     bend: float = 0.5
 
 
@@ -41,7 +42,7 @@ USUAL_TUNING = Tuning()
 @dataclass(frozen=True, slots=True)
 class Member:
     """An elastic job whose size is to be chosen. `speeds` are workers -> speed, in those of one worker; `bend` is the
-    power of them that counts."""
+    power of them that counts, and `horizon_seconds` the time in which a change must pay."""
 
     job: Queued
     has: int
@@ -49,6 +50,7 @@ class Member:
     speeds: Mapping[int, float]
     worth: float = 1.0
     bend: float = 1.0
+    horizon_seconds: float = 0.0
 
 
 def sizes_between(smallest: int, largest: int, per_node: int) -> list[int]:
@@ -73,9 +75,14 @@ def weigh(members: Sequence[Member], room: int, by_length: bool, tuning: Tuning)
     """The members with what their progress is worth, `by_length` or by how little they got so far."""
     if by_length:
         found = zip(members, worths(members, room, tuning.power), strict=True)
-        return [replace(member, worth=worth) for member, worth in found]
+        return [replace(member, worth=worth, horizon_seconds=tuning.known_horizon_seconds) for member, worth in found]
     return [
-        replace(member, worth=member.job.weight * member.left_seconds**-tuning.urgency, bend=tuning.bend)
+        replace(
+            member,
+            worth=member.job.weight * member.left_seconds**-tuning.urgency,
+            bend=tuning.bend,
+            horizon_seconds=tuning.horizon_seconds,
+        )
         for member in members
     ]
 
@@ -125,14 +132,14 @@ def _linear(kind: str, workers: int, nodes: int) -> float:
     return float(workers)
 
 
-def value_of(member: Member, size: int, tuning: Tuning) -> float:
+def value_of(member: Member, size: int) -> float:
     """What that size is worth: the speed, less the pause if it is a change, over the time until the next one."""
     speed = member.speeds[size]
     if member.bend != 1.0:
         speed = speed**member.bend
     if size == member.has or not speed:
         return member.worth * speed
-    seconds = min(member.left_seconds / member.speeds[size], tuning.horizon_seconds)
+    seconds = min(member.left_seconds / member.speeds[size], member.horizon_seconds)
     return member.worth * speed * seconds / (seconds + member.job.stop_seconds)
 
 
@@ -152,9 +159,7 @@ def admit(jobs: Iterable[Queued], room: int, budgets: dict[str, int]) -> list[Qu
     return admitted
 
 
-def choose_sizes(
-    members: Sequence[Member], room: int, budgets: Mapping[str, int], tuning: Tuning = USUAL_TUNING
-) -> dict[str, int]:
+def choose_sizes(members: Sequence[Member], room: int, budgets: Mapping[str, int]) -> dict[str, int]:
     """Workers for each of those who were admitted to this `room` and these `budgets`: the smallest size or more."""
     left = dict(budgets)
     sizes: dict[str, int] = {}
@@ -165,7 +170,7 @@ def choose_sizes(
         room -= smallest
         if member.job.owner in left:
             left[member.job.owner] -= smallest
-        hulls.append(_hull([(size, value_of(member, size, tuning)) for size in sorted(member.speeds)]))
+        hulls.append(_hull([(size, value_of(member, size)) for size in sorted(member.speeds)]))
         _push(heap, number, hulls[number], 0)
     while heap and room:
         _, number, at = heapq.heappop(heap)
@@ -176,7 +181,7 @@ def choose_sizes(
             # What is left may still do for a smaller step of the same job.
             size, value = hull[at]
             fits = [k for k in sorted(member.speeds) if size < k <= size + allowed]
-            rest = [(k, value_of(member, k, tuning)) for k in fits]
+            rest = [(k, value_of(member, k)) for k in fits]
             hulls[number] = [*hull[: at + 1], *_hull([(size, value), *rest])[1:]]
             _push(heap, number, hulls[number], at)
             continue
