@@ -112,17 +112,6 @@ class Oracle(PolluxWork):
         pass
 
 
-@dataclass(slots=True)
-class Bootstrapped(PolluxWork):
-    """A job of unknown length whose fit begins with what others have taught: jobs of its application, or else others.
-
-    It is given any size from the start, as the prior thinks best.
-    """
-
-    def _left(self) -> float | None:
-        return None
-
-
 @cache
 def priors() -> dict[str, Gaussian]:
     """By application, from the five others."""
@@ -141,8 +130,9 @@ def jobs_of(workload: Path, what: str) -> list[PolluxWork]:
         return jobs
     if what == "oracle":
         return [Oracle(job.name, job.application, job.submitted_at) for job in jobs]
-    past = Past(beliefs=dict(priors()))
-    return [Bootstrapped(job.name, job.application, job.submitted_at, past=past) for job in jobs]
+    # Any size from the start, as the prior thinks best.
+    past = Past(tells_lengths=False, beliefs=dict(priors()))
+    return [PolluxWork(job.name, job.application, job.submitted_at, past=past) for job in jobs]
 
 
 KNOW = ("oracle", "own steps", "own steps, prior and past jobs")

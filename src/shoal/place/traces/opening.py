@@ -21,7 +21,8 @@ def read_trace(path: Path, *, profiles: Path | None = None, knowledge: str = "kn
     is_known = knowledge == "known"
     if {"application", "num_replicas"} <= columns:
         folder = profiles or path.resolve().parent.parent / "profiles"
-        return read_pollux(path, folder, knows_length=is_known, past=Past() if knowledge != "none" else None)
+        past = Past(tells_lengths=knowledge == "learned")
+        return read_pollux(path, folder, knows_length=is_known, past=past)
     if {"timestamp", "duration", "num_gpus"} <= columns:
         return _read_philly(path, is_known)
     if {"job_id", "num_gpu", "submit_time", "duration"} <= columns:

@@ -37,8 +37,9 @@ NODES = tuple(Node(name=f"node-{number:02}", kind=KIND, cores=64, gpus=4) for nu
 @dataclass(slots=True)
 class Past:
     """What jobs of the same run have taught, by application: how long they are, how they step, and how noisy their
-    gradients are at first."""
+    gradients are at first. `tells_lengths`: policies see what was learned of lengths, too."""
 
+    tells_lengths: bool = True
     lengths: Lengths = field(default_factory=Lengths)
     beliefs: dict[str, Gaussian] = field(default_factory=dict)
     noise: dict[str, float] = field(default_factory=dict)
@@ -136,7 +137,7 @@ class PolluxWork:
         """How much progress is left, as far as that can be known."""
         if self.knows_length:
             return self.application.total_progress - self.progress
-        if self.past is not None:
+        if self.past is not None and self.past.tells_lengths:
             return self.past.lengths.expect((self.application.name,), self.progress)
         return None
 
