@@ -226,7 +226,7 @@ class PolluxWork:
         batches = micros * (agains + 1)
         samples = batches / throughput.seconds(1, 1, micros, agains, kind=KIND)
         samples[(batches > app.largest_batch) | (batches < app.initial_batch)] = 0.0
-        return micros, agains, samples
+        return np.asarray(micros, np.float64), np.asarray(agains, np.float64), np.asarray(samples, np.float64)
 
     def work(self, seconds: float) -> float | None:
         app, whole = self.application, seconds
