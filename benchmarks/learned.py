@@ -8,7 +8,7 @@ the five other applications, and what jobs that ended before have taught.
 
 import math
 import statistics
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.scheduler import DATA, WORKLOADS, facts, run
-from benchmarks.throughput_model import INITIAL, past, read, traits_of
+from benchmarks.throughput_model import INITIAL, read, traits_of
+from benchmarks.throughput_model import past as past_job
 from shoal.place.batching import best_batch
-from shoal.place.cluster import Queued, Rate
+from shoal.place.cluster import Rate
 from shoal.place.gaussian import Floats, Gaussian
 from shoal.place.policies import POLICIES
 from shoal.place.prior import learn
-from shoal.place.throughput import Throughput, fit
-from shoal.place.traces.pollux import KIND, MAX_WORKERS, SEED_SPREAD, PolluxWork, read_pollux
+from shoal.place.traces.pollux import KIND, MAX_WORKERS, Past, PolluxWork, read_pollux
 from shoal.place.traces.profiles import Application
 
 GPUS = 4
@@ -112,58 +112,11 @@ class Oracle(PolluxWork):
         pass
 
 
-@dataclass(slots=True)
-class Taught:
-    """What jobs of one simulation have learned so far, by application: models of jobs that ended, and noise."""
-
-    models: dict[str, Throughput] = field(default_factory=dict)
-    noise: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Bootstrapped(PolluxWork):
-    """A job whose fit begins with what others have taught: jobs of the same application, or else of other ones.
-
-    It is given any size from the start, as the prior thinks best. Until an application's noise was measured it is
-    thought to be the initial batch, with which larger ones are worth about half of what they cost.
-    """
-
-    prior: Gaussian | None = None
-    taught: Taught = field(default_factory=Taught)
-
-    @property
-    def most_workers(self) -> int:
-        return min(MAX_WORKERS, self.application.largest_batch // self.application.smallest_micro)
-
-    def seen(self) -> Queued:
-        if not self._is_fixed and not self.observations:
-            noise = self.taught.noise.get(self.application.name, float(self.application.initial_batch))
-            if self.throughput is None or noise != self.noise:
-                self.noise = noise
-                self._refit()
-        return PolluxWork.seen(self)
-
-    def _refit(self) -> None:
-        name, seen = self.application.name, list(self.observations.values())
-        known, prior = self.taught.models.get(name), self.prior
-        if known is not None:
-            spread = np.eye(len(known.belief.mean)) * SEED_SPREAD**2
-            prior = replace(known.belief, covariance=known.belief.covariance + spread)
-        self.throughput = fit(seen, prior, kinds=(KIND,))
-        self._rate, self._chosen = None, {}
-        if seen:
-            self.taught.noise.setdefault(name, self.noise)
-
-    def _teach(self) -> None:
-        if self.throughput is not None:
-            self.taught.models[self.application.name] = self.throughput
-
-
 @cache
 def priors() -> dict[str, Gaussian]:
     """By application, from the five others."""
     profiles = {app: read(app) for app in INITIAL}
-    history = {app: past(seen) for app, seen in profiles.items()}
+    history = {app: past_job(seen) for app, seen in profiles.items()}
     found = {}
     for app, seen in profiles.items():
         prior = learn([job for other, job in history.items() if other != app])
@@ -177,12 +130,9 @@ def jobs_of(workload: Path, what: str) -> list[PolluxWork]:
         return jobs
     if what == "oracle":
         return [Oracle(job.name, job.application, job.submitted_at) for job in jobs]
-    taught = Taught()
-    prior = priors()
-    return [
-        Bootstrapped(job.name, job.application, job.submitted_at, prior=prior[job.application.name], taught=taught)
-        for job in jobs
-    ]
+    # Any size from the start, as the prior thinks best.
+    past = Past(tells_lengths=False, beliefs=dict(priors()))
+    return [PolluxWork(job.name, job.application, job.submitted_at, past=past) for job in jobs]
 
 
 KNOW = ("oracle", "own steps", "own steps, prior and past jobs")

@@ -14,7 +14,7 @@ from shoal.place.decision import Decision
 from shoal.place.draft import Held
 from shoal.place.kinds import fill_kinds
 from shoal.place.rules import Rules, Walk, tier_of
-from shoal.place.sizing import USUAL_TUNING, Member, Tuning, admit, choose_sizes, member_of, urgency_of
+from shoal.place.sizing import USUAL_TUNING, Member, Tuning, admit, choose_sizes, is_known, member_of, weigh
 from shoal.place.waiting import seconds_left
 
 GOODPUT_RULES = Rules()
@@ -92,11 +92,12 @@ def _shape(walk: Walk, jobs: Sequence[Queued], tuning: Tuning) -> set[str]:
     # Those who run have their smallest size for sure; then come the others, as the order has them.
     able.sort(key=lambda job: not job.allocation)
     budgets = _budgets(walk, able)
-    members, urgency = [], urgency_of(jobs, tuning)
+    members = []
     for job in admit(able, room, budgets):
         largest = max(min(job.max_workers, cap or job.max_workers), job.min_workers)
-        members.append(member_of(job, largest, per_node, kind, urgency, tuning))
-    _apply(walk, members, choose_sizes(members, room, budgets, tuning), zone)
+        members.append(member_of(job, largest, per_node, kind, tuning))
+    members = weigh(members, room, is_known(jobs), tuning)
+    _apply(walk, members, choose_sizes(members, room, budgets), zone)
     return {job.id for job in able}
 
 

@@ -7,7 +7,7 @@ next piece of all hulls is the best use of the next workers, and a heap finds it
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.place.cluster import Queued, Rate
 
@@ -16,17 +16,23 @@ from shoal.place.cluster import Queued, Rate
 class Tuning:
     """What the sizes weigh.
 
-    A job's worth is (what is thought to be left of it)^-`urgency`, in seconds on one worker. Where nobody knows what
-    is left, it is thought to be `lindy` times as much as it got so far, and `fresh_seconds`: jobs are of all lengths,
-    so one that ran long will run long. A change of size must pay for its pause within `horizon_seconds`, or before
-    the job ends if that is sooner. `bend` below 1 makes further workers of one job worth less, for fairness.
+    Where most lengths are known or learned, what a job's progress is worth follows from who ends before whom, and
+    speed is thought to grow with the `power` of its workers (`worths`): twice as fast on four times as many.
+
+    Elsewhere it is (what is thought to be left)^-`urgency`, in seconds on one worker: `lindy` times as much as the
+    job got so far, and `fresh_seconds`, as jobs are of all lengths and one that ran long will run long. `bend` below
+    1 makes further workers of one job worth less there, for fairness among those of whom nothing is known.
+
+    A change of size must pay for its pause within `horizon_seconds`, or `known_horizon_seconds` where lengths are
+    known, about as long as a size lasts (both chosen on drawn workloads); or before the job ends if that is sooner.
     """
 
+    power: float = 0.5
     urgency: float = 0.25
-    known_urgency: float = 0.7
     lindy: float = 1.0
     fresh_seconds: float = 600.0
     horizon_seconds: float = 300.0
+    known_horizon_seconds: float = 600.0
     bend: float = 0.5
 
 
@@ -35,13 +41,16 @@ USUAL_TUNING = Tuning()
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """An elastic job whose size is to be chosen. `speeds` are workers -> speed, in those of one worker."""
+    """An elastic job whose size is to be chosen. `speeds` are workers -> speed, in those of one worker; `bend` is the
+    power of them that counts, and `horizon_seconds` the time in which a change must pay."""
 
     job: Queued
     has: int
     left_seconds: float
-    worth: float
     speeds: Mapping[int, float]
+    worth: float = 1.0
+    bend: float = 1.0
+    horizon_seconds: float = 0.0
 
 
 def sizes_between(smallest: int, largest: int, per_node: int) -> list[int]:
@@ -57,13 +66,53 @@ def sizes_between(smallest: int, largest: int, per_node: int) -> list[int]:
     return sorted(size for size in sizes if smallest <= size <= largest)
 
 
-def urgency_of(jobs: Sequence[Queued], tuning: Tuning) -> float:
-    """One for all who are compared: two exponents side by side would let the unknown pass all others."""
-    num_known = sum(job.remaining_seconds is not None for job in jobs)
-    return tuning.known_urgency if 2 * num_known > len(jobs) else tuning.urgency
+def is_known(jobs: Sequence[Queued]) -> bool:
+    """Whether lengths decide: one rule for all who are compared, or the unknown would pass all others."""
+    return 2 * sum(job.remaining_seconds is not None for job in jobs) > len(jobs)
 
 
-def member_of(job: Queued, largest: int, per_node: int, kind: str, urgency: float, tuning: Tuning) -> Member:
+def weigh(members: Sequence[Member], room: int, by_length: bool, tuning: Tuning) -> list[Member]:
+    """The members with what their progress is worth, `by_length` or by how little they got so far."""
+    if by_length:
+        found = zip(members, worths(members, room, tuning.power), strict=True)
+        return [replace(member, worth=worth, horizon_seconds=tuning.known_horizon_seconds) for member, worth in found]
+    return [
+        replace(
+            member,
+            worth=member.job.weight * member.left_seconds**-tuning.urgency,
+            bend=tuning.bend,
+            horizon_seconds=tuning.horizon_seconds,
+        )
+        for member in members
+    ]
+
+
+def worths(members: Sequence[Member], room: int, power: float) -> list[float]:
+    """How much waiting a second of work less in each job saves all of them together, up to one factor.
+
+    Where speed grows with that power of the workers, completion times are least in sum if the j-th job from the end
+    counts (j^q - (j-1)^q)^(1/q), q = 1 / (1 - power), whatever the lengths are: heSRPT (Berg, Vesilo and
+    Harchol-Balter, 2020). Here weights are summed in place of jobs, and each has its own speeds.
+    """
+    share = max(room // max(len(members), 1), 1)
+
+    def seconds(number: int) -> float:
+        speeds = members[number].speeds
+        fair = max((size for size in speeds if size <= share), default=min(speeds))
+        return members[number].left_seconds / max(speeds[fair], 1e-9)
+
+    found, behind, q = [0.0] * len(members), 0.0, 1.0 / (1.0 - power)
+    for number in sorted(range(len(members)), key=seconds, reverse=True):
+        member = members[number]
+        size = max(member.speeds, key=lambda size: (member.speeds[size], -size))
+        with_it = behind + member.job.weight
+        scale = max(member.speeds[size], 1e-9) / size**power
+        found[number] = (with_it**q - behind**q) ** (1.0 / q) / scale
+        behind = with_it
+    return found
+
+
+def member_of(job: Queued, largest: int, per_node: int, kind: str, tuning: Tuning) -> Member:
     has = job.num_workers
     sizes = sizes_between(job.min_workers, largest, per_node)
     if has and has not in sizes and has <= largest:
@@ -76,21 +125,21 @@ def member_of(job: Queued, largest: int, per_node: int, kind: str, urgency: floa
         left = max(job.remaining_seconds * most, 1.0)
     else:
         left = tuning.lindy * job.service_seconds + tuning.fresh_seconds
-    return Member(job, has, left, job.weight * left**-urgency, speeds)
+    return Member(job, has, left, speeds)
 
 
 def _linear(kind: str, workers: int, nodes: int) -> float:
     return float(workers)
 
 
-def value_of(member: Member, size: int, tuning: Tuning) -> float:
+def value_of(member: Member, size: int) -> float:
     """What that size is worth: the speed, less the pause if it is a change, over the time until the next one."""
     speed = member.speeds[size]
-    if tuning.bend != 1.0:
-        speed = speed**tuning.bend
+    if member.bend != 1.0:
+        speed = speed**member.bend
     if size == member.has or not speed:
         return member.worth * speed
-    seconds = min(member.left_seconds / member.speeds[size], tuning.horizon_seconds)
+    seconds = min(member.left_seconds / member.speeds[size], member.horizon_seconds)
     job = member.job
     pause = job.stop_seconds if job.resize_seconds is None else job.resize_seconds
     return member.worth * speed * seconds / (seconds + pause)
@@ -112,9 +161,7 @@ def admit(jobs: Iterable[Queued], room: int, budgets: dict[str, int]) -> list[Qu
     return admitted
 
 
-def choose_sizes(
-    members: Sequence[Member], room: int, budgets: Mapping[str, int], tuning: Tuning = USUAL_TUNING
-) -> dict[str, int]:
+def choose_sizes(members: Sequence[Member], room: int, budgets: Mapping[str, int]) -> dict[str, int]:
     """Workers for each of those who were admitted to this `room` and these `budgets`: the smallest size or more."""
     left = dict(budgets)
     sizes: dict[str, int] = {}
@@ -125,7 +172,7 @@ def choose_sizes(
         room -= smallest
         if member.job.owner in left:
             left[member.job.owner] -= smallest
-        hulls.append(_hull([(size, value_of(member, size, tuning)) for size in sorted(member.speeds)]))
+        hulls.append(_hull([(size, value_of(member, size)) for size in sorted(member.speeds)]))
         _push(heap, number, hulls[number], 0)
     while heap and room:
         _, number, at = heapq.heappop(heap)
@@ -136,7 +183,7 @@ def choose_sizes(
             # What is left may still do for a smaller step of the same job.
             size, value = hull[at]
             fits = [k for k in sorted(member.speeds) if size < k <= size + allowed]
-            rest = [(k, value_of(member, k, tuning)) for k in fits]
+            rest = [(k, value_of(member, k)) for k in fits]
             hulls[number] = [*hull[: at + 1], *_hull([(size, value), *rest])[1:]]
             _push(heap, number, hulls[number], at)
             continue

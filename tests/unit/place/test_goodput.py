@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
+import pytest
+
 from shoal.place.cluster import Ask, Cluster, Node, Partition, Queued
 from shoal.place.decision import Place
 from shoal.place.goodput import most_goodput
 from shoal.place.lengths import Lengths
-from shoal.place.sizing import sizes_between
+from shoal.place.sizing import Member, sizes_between, worths
 from shoal.place.traces.plain import Power
 
 NODES = tuple(Node(name=f"n{number}", kind="t4", gpus=4) for number in range(4))
@@ -68,3 +70,21 @@ def test_lengths_are_learned_by_what_is_known_at_submission():
     assert lengths.expect(("train.py", "new"), done=20.0) == 80.0
     assert lengths.expect(("other.py",)) is None
     assert lengths.expect(("train.py", "small"), done=25.0) == 25.0
+
+
+def member(name, left, *, weight=1.0, exponent=0.5):
+    speeds = {size: float(size) ** exponent for size in (1, 2, 4, 8, 16)}
+    return Member(Queued(id=name, max_workers=16, weight=weight), 0, left, speeds)
+
+
+def test_worths_are_those_with_which_completion_times_are_least_in_sum():
+    # With speed = workers ** 0.5 the shares of 16 workers are as the squares of worths: 1/9, 3/9 and 5/9.
+    found = worths([member("short", 10.0), member("long", 1000.0), member("middle", 100.0)], 16, 0.5)
+    squares = [worth**2 for worth in found]
+    assert [square / sum(squares) for square in squares] == pytest.approx([5 / 9, 1 / 9, 3 / 9])
+
+
+def test_a_weight_counts_as_so_many_jobs():
+    # The one that ends last is worth what waits for nothing but itself: its weight.
+    last, first = worths([member("long", 100.0, weight=3.0), member("short", 1.0)], 16, 0.5)
+    assert (last, first) == pytest.approx((3.0, (4.0**2 - 3.0**2) ** 0.5))

@@ -45,7 +45,8 @@ def read_trace(
     columns = set(read_rows(path, ())[0].values)
     if {"application", "num_replicas"} <= columns:
         folder = profiles or path.resolve().parent.parent / "profiles"
-        return read_pollux(path, folder, knows_length=is_known, past=Past() if knowledge == "learned" else None)
+        past = Past(tells_lengths=knowledge == "learned")
+        return read_pollux(path, folder, knows_length=is_known, past=past)
     if {"timestamp", "duration", "num_gpus"} <= columns:
         return _read_philly(path, is_known)
     if {"job_id", "num_gpu", "submit_time", "duration"} <= columns:

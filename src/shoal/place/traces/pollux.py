@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from shoal.place.batching import Batching, LearnedRate, best_batch
+from shoal.place.batching import Batching, Grid, LearnedRate, choose, grid_of
 from shoal.place.cluster import Allocation, Ask, Node, Queued, Rate
-from shoal.place.gaussian import Gaussian
+from shoal.place.gaussian import Floats, Gaussian
 from shoal.place.lengths import Lengths
 from shoal.place.throughput import Observation, Throughput, fit
 from shoal.place.traces.profiles import Application, read_application
@@ -36,10 +36,13 @@ NODES = tuple(Node(name=f"node-{number:02}", kind=KIND, cores=64, gpus=4) for nu
 
 @dataclass(slots=True)
 class Past:
-    """What jobs of the same run have taught: how long jobs of an application are, and how they step."""
+    """What jobs of the same run have taught, by application: how long they are, how they step, and how noisy their
+    gradients are at first. `tells_lengths`: policies see what was learned of lengths, too."""
 
+    tells_lengths: bool = True
     lengths: Lengths = field(default_factory=Lengths)
     beliefs: dict[str, Gaussian] = field(default_factory=dict)
+    noise: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +80,13 @@ class PolluxWork:
     noise: float = 0.0
     observations: dict[tuple[int, int, int], Observation] = field(default_factory=dict)
     throughput: Throughput | None = None
+    _prior: Gaussian | None = None
     _rate: Rate | None = None
     _learned: LearnedRate | None = None
     _chosen: dict[tuple[int, int], tuple[int, int, float]] = field(default_factory=dict)
+    _grids: dict[tuple[int, int], Grid] = field(default_factory=dict)
+    _alone: tuple[Floats, Floats, Floats] | None = None
     _base: Queued | None = None
-
-    def __post_init__(self) -> None:
-        if self.past is not None and self.application.name in self.past.beliefs and not self._is_fixed:
-            self._refit()
 
     @property
     def _is_fixed(self) -> bool:
@@ -92,10 +94,14 @@ class PolluxWork:
 
     @property
     def most_workers(self) -> int:
-        """At first a node's worth; then at most twice what was tried: a fit is not trusted far from what it saw."""
+        """At first a node's worth; then at most twice what was tried: a fit is not trusted far from what it saw.
+        Any size where its fit began with those of other jobs of its application."""
         app = self.application
+        largest = min(MAX_WORKERS, app.largest_batch // app.smallest_micro)
+        if self._prior is not None:
+            return largest
         tried = max((o.workers for o in self.observations.values()), default=0)
-        return min(max(2 * tried, self.first_workers), MAX_WORKERS, app.largest_batch // app.smallest_micro)
+        return min(max(2 * tried, self.first_workers), largest)
 
     def seen(self) -> Queued:
         if self._base is None:
@@ -108,6 +114,8 @@ class PolluxWork:
                 stop_seconds=RESTART_SECONDS,
                 is_elastic=not self._is_fixed,
             )
+        if not self.observations and not self._is_fixed:
+            self._recall()
         left = self._left()
         if self._is_fixed:
             speed = self._fixed_speed()
@@ -117,11 +125,19 @@ class PolluxWork:
             left *= self.application.initial_batch / rate(KIND, most, -(-most // 4))
         return self._base.having(max_workers=most, rate=rate, remaining_seconds=left if rate is not None else None)
 
+    def _recall(self) -> None:
+        """Before its first step it is thought to be as others of its application were."""
+        name = self.application.name
+        if self.past is None or name not in self.past.beliefs:
+            return
+        self.noise = self.past.noise.get(name, float(self.application.initial_batch))
+        self._refit()
+
     def _left(self) -> float | None:
         """How much progress is left, as far as that can be known."""
         if self.knows_length:
             return self.application.total_progress - self.progress
-        if self.past is not None:
+        if self.past is not None and self.past.tells_lengths:
             return self.past.lengths.expect((self.application.name,), self.progress)
         return None
 
@@ -184,21 +200,33 @@ class PolluxWork:
         assert self.throughput is not None
         app, batching = self.application, self._batching()
         if workers > 1:
-            best = best_batch(self.throughput, batching, nodes, workers, kind=KIND)
+            grid = self._grids.get((nodes, workers))
+            if grid is None:
+                grid = self._grids[nodes, workers] = grid_of(self.throughput, batching, nodes, workers, kind=KIND)
+            best = choose(grid, batching)
             micro, again = math.ceil(float(best.micro_batch) - 1e-8), int(best.accumulation)
             return max(micro, app.smallest_micro), again, app.initial_batch / max(float(best.goodput), 1e-12)
-        # One worker cannot tell the noise of a larger batch from one micro batch: it takes at least two.
+        micros, agains, samples = self._alone = self._alone or self._batches_alone(self.throughput)
+        batches = micros * (agains + 1)
+        goodput = samples * (self.noise + app.initial_batch) / (self.noise + batches)
+        at = int(np.argmax(goodput))
+        return int(micros[at]), int(agains[at]), app.initial_batch / float(goodput[at])
+
+    def _batches_alone(self, throughput: Throughput) -> tuple[Floats, Floats, Floats]:
+        """What one worker may take: micro batches, accumulations, and samples a second with them.
+
+        It cannot tell the noise of a larger batch from one micro batch: it takes at least two.
+        """
+        app = self.application
         repeats = np.arange(1, max(math.ceil(app.largest_batch / app.largest_micro), 2))
         sizes = np.ceil(np.geomspace(max(app.smallest_micro, app.initial_batch / 2), app.largest_micro, 8))
         micros, agains = (grid.ravel() for grid in np.meshgrid(sizes, repeats))
         micros = np.append(micros, min(app.initial_batch, app.largest_micro))
         agains = np.append(agains, math.ceil(app.initial_batch / app.largest_micro) - 1)
         batches = micros * (agains + 1)
-        seconds = self.throughput.seconds(1, 1, micros, agains, kind=KIND)
-        goodput = batches / seconds * (self.noise + app.initial_batch) / (self.noise + batches)
-        goodput[(batches > app.largest_batch) | (batches < app.initial_batch)] = 0.0
-        at = int(np.argmax(goodput))
-        return int(micros[at]), int(agains[at]), app.initial_batch / float(goodput[at])
+        samples = batches / throughput.seconds(1, 1, micros, agains, kind=KIND)
+        samples[(batches > app.largest_batch) | (batches < app.initial_batch)] = 0.0
+        return np.asarray(micros, np.float64), np.asarray(agains, np.float64), np.asarray(samples, np.float64)
 
     def work(self, seconds: float) -> float | None:
         app, whole = self.application, seconds
@@ -232,6 +260,8 @@ class PolluxWork:
         if noise != self.noise:
             self.noise, self._rate, self._chosen = noise, None, {}
         key = len(self.placement), sum(self.placement), self.micro_batch
+        if self.past is not None:
+            self.past.noise.setdefault(self.application.name, noise)
         if key in self.observations:
             return
         nodes, workers, micro = key
@@ -248,19 +278,25 @@ class PolluxWork:
         self._refit()
 
     def _refit(self) -> None:
-        known = self.past.beliefs.get(self.application.name) if self.past is not None else None
-        self.throughput = fit(list(self.observations.values()), known, kinds=(KIND,))
-        self._rate, self._learned, self._chosen = None, None, {}
+        if self.past is not None and len(self.observations) <= 1:
+            self._prior = self.past.beliefs.get(self.application.name)
+        self.throughput = fit(list(self.observations.values()), self._prior, kinds=(KIND,))
+        self._forget()
+        if self.past is not None and self.observations:
+            belief = self.throughput.belief
+            spread = np.eye(len(belief.mean)) * SEED_SPREAD**2
+            self.past.beliefs[self.application.name] = replace(belief, covariance=belief.covariance + spread)
+
+    def _forget(self) -> None:
+        """What was worked out with the fit before."""
+        self._rate, self._learned, self._alone = None, None, None
+        self._chosen, self._grids = {}, {}
 
     def _teach(self) -> None:
         if self.past is None:
             return
         name = self.application.name
         self.past.lengths = self.past.lengths.learned((name,), self.progress)
-        if self.throughput is not None:
-            belief = self.throughput.belief
-            spread = np.eye(len(belief.mean)) * SEED_SPREAD**2
-            self.past.beliefs[name] = replace(belief, covariance=belief.covariance + spread)
 
 
 def read_pollux(

@@ -7,6 +7,7 @@ Between measurements everything is interpolated as their simulator does, so that
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -137,8 +138,9 @@ def _interpolator(points: Floats, times: Floats) -> Callable[[Any], Any]:
     return found
 
 
+@cache
 def read_application(folder: Path) -> Application:
-    """The profiles of one application."""
+    """The profiles of one application; read once, as what is between measured sizes takes seconds to prepare."""
     if not folder.is_dir():
         raise UserError(f"There are no profiles of {folder.name!r}.", why=f"{folder} is not a folder")
     runs = {}
