@@ -239,9 +239,10 @@ class _Pool:
         free: list[Queued] = []
         for job in self.jobs:
             kind = self.sorts.kind_now(job) if job.allocation else ""
-            if kind in self.room and not can_move(self.cluster, job, rules):
-                room[kinds.index(kind)] -= _size(job)
+            if kind and not can_move(self.cluster, job, rules):
                 placed[job.id] = kind
+                if kind in self.room:  # else it is on a borrowed node, of a kind that its partition does not have
+                    room[kinds.index(kind)] -= _size(job)
             else:
                 free.append(job)
         # Who may not be stopped runs whatever the order is; where, is open.

@@ -91,6 +91,13 @@ def test_a_job_that_just_changed_or_must_not_be_stopped_stays():
         assert fill_kinds(cluster(stays), [stays]) == []
 
 
+def test_one_on_a_borrowed_node_stays_there_too_if_it_must_not_be_stopped():
+    nodes = (Node(name="own", kind="v100", gpus=2, partition="own"), Node(name="lent", kind="k80", gpus=4))
+    more = {"partition": "own", "is_preemptible": False, "run_seconds": 500.0}
+    stays = job("s", allocation={"lent": 1}, devices={"lent": (0,)}, **more)
+    assert fill_kinds(cluster(stays, nodes=nodes), [stays]) == []
+
+
 def test_a_small_gain_is_not_worth_a_restart():
     here = job("h", k80=0.95, allocation={"slow": 1}, devices={"slow": (0,)}, run_seconds=5000.0, stop_seconds=30.0)
     assert fill_kinds(cluster(here, now=9000.0), [here]) == []

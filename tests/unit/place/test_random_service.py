@@ -1,6 +1,7 @@
 """Whatever happens to a queue: nothing twice, no cap or budget passed, no loops, nobody beside free room.
 
-`SHOAL_TEST_EVENTS` sets how many events are driven in all; `python -m benchmarks promises` drives a million.
+`SHOAL_TEST_EVENTS` sets how many events are driven in all: a million, three milliseconds each. `python -m benchmarks
+promises` drives them on all cores.
 """
 
 import os
@@ -11,7 +12,7 @@ from driving_service import drive_service
 from shoal.place.policies import POLICIES
 
 EVENTS_A_SEED = 400
-NUM_EVENTS = int(os.environ.get("SHOAL_TEST_EVENTS", "20000"))
+NUM_EVENTS = int(os.environ.get("SHOAL_TEST_EVENTS", "1000000"))
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
