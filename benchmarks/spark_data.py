@@ -4,7 +4,8 @@
 from the DataFrame until the slower worker has finished its first optimizer step, over 2 x 512 shuffled rows. Workers
 of shoal are in tasks of the session (`engine="spark"`), and once more beside the driver; those of TorchDistributor
 are beside the driver (`local_mode=True`), which is less to do. It writes Parquet as Spark does by default; its
-workers read with pyarrow and gather batches by a DataLoader whose sampler gives whole batches. `own files`: each worker reads
+workers read with pyarrow and gather batches by a DataLoader whose sampler gives whole batches.
+`own files`: each worker reads
 and shuffles half of the files, the least a worker can do. `all rows`: each worker reads all of them and a
 DistributedSampler shuffles across files, as shoal does.
 """
