@@ -2,10 +2,11 @@
 
 10 million rows of 8 floats and a label, computed in 8 partitions by a session that is there already. The clock runs
 from the DataFrame until the slower worker has finished its first optimizer step, over 2 x 512 shuffled rows. Workers
-are in tasks of the session on both sides (`engine="spark"`, `local_mode=False`), and once more beside the driver
-(`local_mode=True`), where both have less to do. The peer writes Parquet as Spark does by default; its workers read
-with pyarrow and gather batches by a DataLoader whose sampler gives whole batches. `own files`: each worker reads and
-shuffles half of the files, the least a worker can do. `all rows`: each worker reads all of them and a
+of shoal are in tasks of the session (`engine="spark"`), and once more beside the driver; those of TorchDistributor
+are beside the driver (`local_mode=True`), which is less to do. It writes Parquet as Spark does by default; its
+workers read with pyarrow and gather batches by a DataLoader whose sampler gives whole batches.
+`own files`: each worker reads
+and shuffles half of the files, the least a worker can do. `all rows`: each worker reads all of them and a
 DistributedSampler shuffles across files, as shoal does.
 """
 
@@ -26,10 +27,7 @@ from benchmarks.harness import check, ratio, say, summarize
 WORKERS, PARTITIONS, FEATURES, BATCH = 2, 8, 8, 512
 GOAL = "≥ 2"
 SHOAL, SHOAL_HERE = "shoal, in tasks of Spark", "shoal, beside the driver"
-OWN, ALL = "TorchDistributor, in tasks of Spark, own files", "TorchDistributor, in tasks of Spark, all rows"
-OWN_HERE = "TorchDistributor, beside the driver, own files"
-OURS_OF = {OWN: SHOAL, ALL: SHOAL, OWN_HERE: SHOAL_HERE}
-"""What each peer is compared with."""
+OWN, ALL = "TorchDistributor, own files", "TorchDistributor, all rows"
 WORKER = str(Path(__file__).with_name("spark_data_worker.py"))
 
 Way = Callable[[Any, str], tuple[float, float]]
@@ -62,10 +60,9 @@ def measure_all(rounds: int, is_quick: bool) -> Pairs:
     """Seconds of writing, and from there to the first step, by way."""
     ways: dict[str, Way] = {
         SHOAL: partial(by_shoal, "spark"),
-        OWN: partial(by_distributor, "own", False),
-        ALL: partial(by_distributor, "all", False),
         SHOAL_HERE: partial(by_shoal, "local"),
-        OWN_HERE: partial(by_distributor, "own", True),
+        OWN: partial(by_distributor, "own"),
+        ALL: partial(by_distributor, "all"),
     }
     if is_quick:
         ways = {name: ways[name] for name in (SHOAL, OWN)}
@@ -94,7 +91,7 @@ def rows_of(measured: Pairs) -> list[dict[str, Any]]:
             "first step s": summarize(totals[name]),
             "writing s": summarize([write for write, _ in pairs]),
             "from there s": summarize([start for _, start in pairs]),
-            "/ shoal": ratio(totals[name], totals[OURS_OF[name]]) if name in OURS_OF else "–",
+            f"/ {SHOAL}": ratio(totals[name], totals[SHOAL]) if name != SHOAL else "–",
         }
         for name, pairs in measured.items()
     ]
@@ -102,11 +99,8 @@ def rows_of(measured: Pairs) -> list[dict[str, Any]]:
 
 def checks_of(measured: Pairs) -> list[dict[str, Any]]:
     totals = totals_of(measured)
-    return [
-        check(f"{name} / shoal there", ratio(totals[name], totals[OURS_OF[name]]), GOAL)
-        for name in measured
-        if name in OURS_OF
-    ]
+    peers = [name for name in measured if name in (OWN, ALL)]
+    return [check(f"{name} / {SHOAL}", ratio(totals[name], totals[SHOAL]), GOAL) for name in peers]
 
 
 @contextmanager
@@ -170,7 +164,7 @@ def train(shards: Any) -> float:
     raise AssertionError("there was no batch")
 
 
-def by_distributor(kind: str, is_here: bool, rows: Any, folder: str) -> tuple[float, float]:
+def by_distributor(kind: str, rows: Any, folder: str) -> tuple[float, float]:
     from pyspark.ml.torch.distributor import TorchDistributor
 
     files, stamps = os.path.join(folder, "rows"), os.path.join(folder, "stamps")
@@ -178,7 +172,7 @@ def by_distributor(kind: str, is_here: bool, rows: Any, folder: str) -> tuple[fl
     rows.write.parquet(files)
     written = time.time()
     with redirect_stdout(sys.stderr):
-        distributor = TorchDistributor(num_processes=WORKERS, local_mode=is_here, use_gpu=False)
+        distributor = TorchDistributor(num_processes=WORKERS, local_mode=True, use_gpu=False)
         distributor.run(WORKER, kind, files, stamps)
     found = [float(path.read_text()) for path in Path(stamps).iterdir()]
     if len(found) != WORKERS:
