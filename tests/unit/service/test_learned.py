@@ -247,8 +247,8 @@ def test_nodes_that_have_the_data_are_preferred():
 
 
 def test_data_are_paths():
-    (asked,) = read_submission({"jobs": [{"args": ["t.py"], "dir": "/work", "data": ["set", "/a/../b", "set"]}]}).jobs
-    assert asked.data == ("/work/set", "/b")
+    (asked,) = read_submission({"jobs": [{"args": ["t.py"], "dir": "/jobs", "data": ["set", "/a/../b", "set"]}]}).jobs
+    assert asked.data == ("/jobs/set", "/b")
     for bad in ("s3://bucket/x", ""):
         with pytest.raises(UserError, match="not a path"):
             read_submission({"jobs": [{"args": ["t.py"], "dir": "/", "data": [bad]}]})
