@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shoal.diagnosing import Diagnosing
     from shoal.elastic_run import ElasticRun
     from shoal.engine.clock import ClockOffset
-    from shoal.engine.fleet import Ground
+    from shoal.engine.ground import Ground
     from shoal.engine.stacks import Stack
     from shoal.hanging import HangWatch
     from shoal.observe.console import Console

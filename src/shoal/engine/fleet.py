@@ -5,10 +5,10 @@ import selectors
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,9 +17,10 @@ from shoal.engine.berths import Berth, Slot, check_memory, choose, seats_of
 from shoal.engine.clock import ClockReadings
 from shoal.engine.door import Door
 from shoal.engine.engine import Listener, ignore
+from shoal.engine.ground import Arranged, Ground
 from shoal.engine.log import LIMIT_BYTES, Log
 from shoal.engine.ways import TRY_SECONDS, Blocked, no_way, ways_to_try
-from shoal.engine.wire import Invitation, Line, Refused
+from shoal.engine.wire import Line, Refused
 from shoal.spec.errors import UserError
 from shoal.spec.job import Seat, WorkerExit, WorkerSpec
 from shoal.spec.system import SystemSample
@@ -45,59 +46,6 @@ MAX_UNREAD_BYTES = 8 << 20
 """What may be on its way to one worker."""
 MAX_LATE_BYTES = 32 << 20
 """Output that may wait here for the next `poll`."""
-
-
-class Ground(Protocol):
-    """Where agents come from: a Ray cluster, hosts that mpirun reaches, executors of a Spark session.
-
-    Each agent that it starts calls `shoal.engine.agent.serve` with the invitation. One that ended is asked for again
-    with `replace`; what comes then may be on another machine.
-    """
-
-    host: str
-    """The address at which this machine is reached from there."""
-
-    def open(self, invitation: Invitation, num_slots: int, least: int) -> int:
-        """Have agents come for so many workers, at least `least`. Does not wait; raises UserError where none can.
-
-        Returns for how many they come: fewer, where it was said which machines to use.
-        """
-        ...
-
-    def look(self) -> Sequence[UserError]:
-        """See to agents that are due or gone; called often. Returns what keeps away those that are not needed.
-
-        Raises UserError where those needed will never come.
-        """
-        ...
-
-    def waiting_for(self) -> str:
-        """Why not all agents are there yet, in a few words. May ask others, and take its time."""
-        ...
-
-    def replace(self, agent: str) -> None:
-        """This agent is gone: have another come in its place, now or when there is a machine for it."""
-        ...
-
-    def close(self) -> None:
-        """Give everything back."""
-        ...
-
-
-@runtime_checkable
-class Arranged(Ground, Protocol):
-    """One that can be told on which machines agents are to be."""
-
-    def arrange(self, nodes: Mapping[str, int], used: Collection[str]) -> set[str]:
-        """Have agents for so many workers on each of these, and return those elsewhere, or too many.
-
-        `used` are agents that have workers: where there is a choice they stay.
-        """
-        ...
-
-    def give_up(self, agent: str) -> None:
-        """This agent is not needed any more; its place is given back."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shoal.spec.errors import UserError
 
 if TYPE_CHECKING:
-    from shoal.engine.fleet import Ground
+    from shoal.engine.ground import Ground
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
