@@ -4,6 +4,8 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -155,6 +157,32 @@ def test_beside_a_trainer(run_dir):
     assert set(found["inside"].steps) <= {0, 1}
     assert found["inside"].steps[-1] == 1
     assert found["done"].steps == [1]
+
+
+def test_a_worker_that_came_later_does_not_log_what_the_others_have_logged(run_dir):
+    from shoal.observe.recorder import Recorder
+    from shoal.train.calls import Calls
+    from shoal.train.own_numbers import Book
+
+    os.makedirs(run_dir)  # the launcher did
+    replies = iter([{"result": None}, "a World"])
+    link = SimpleNamespace(await_membership=lambda trainer, call: next(replies), say_called=lambda *told: None)
+    team = SimpleNamespace(link=link, sync=None, prepare=lambda: None, apart=lambda is_apart: nullcontext())
+    team.join = lambda reply, progress: setattr(team, "sync", "joined")
+    recorder = Recorder(run_dir, 1, 2)
+    book, calls = Book(run_dir, 1, recorder), Calls(team, SimpleNamespace(keep=lambda: None), 0, recorder)
+    calls._catch_up = lambda name, result: True
+    with calls.make("evaluate") as call:
+        assert call.is_over
+    book.add({"accuracy": 0.9}, None)
+    book.add({"accuracy": 0.9}, 7)
+    with calls.make("fit") as call:
+        assert not call.is_over
+        recorder.at_step = 12  # as each step does
+        book.add({"accuracy": 0.8}, None)
+    book.close()
+    recorder.close()
+    assert SeriesReader(run_dir).read(["accuracy"])["accuracy"].steps == [12]
 
 
 def test_a_trainer_uses_the_folder_that_log_made(tmp_path):

@@ -49,8 +49,9 @@ class Recorder:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank, self.world_size, self.generation = rank, world_size, generation
-        self.at_step = 0
-        """The step under way, or the one that was taken last: what the user logs belongs to it."""
+        self.at_step: int | None = 0
+        """The step under way, or the one that was taken last: what the user logs belongs to it. None while a worker
+        that came later passes over what the others have done, and have logged."""
         self._clock = clock
         self._pid = os.getpid()
         self._control = ControlPipe(control_fd) if control_fd is not None else None

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.observe.recorder import Recorder
 from shoal.train.link import Link
 from shoal.train.team import Progress, Team
 
@@ -23,8 +24,8 @@ class Calls:
     In an elastic run a worker becomes a member of the World with its first call that the others are not done with.
     """
 
-    def __init__(self, team: Team, progress: Progress, trainer: int) -> None:
-        self._team, self._progress, self._trainer = team, progress, trainer
+    def __init__(self, team: Team, progress: Progress, trainer: int, recorder: Recorder) -> None:
+        self._team, self._progress, self._trainer, self._recorder = team, progress, trainer, recorder
         self._number = self._depth = 0
         self._untold: tuple[str, Any] | None = None
         self._is_kept = True
@@ -72,6 +73,7 @@ class Calls:
             if not self._catch_up(name, reply["result"]):
                 self._team.leave()  # nothing of what is prepared will be needed
                 link.idle(f"the others have done with {name}(), and this worker cannot catch up")
+            self._recorder.at_step = None
             return Call(result=reply["result"], is_over=True)
         self._team.join(reply, self._progress)
         return Call()

@@ -163,7 +163,7 @@ class Trainer:
                 reach=self._reach,
                 asked=asked,
             )
-            self._calls = Calls(self._team, self._course, number)
+            self._calls = Calls(self._team, self._course, number, self._recorder)
             num_parameters = sum(value.numel() for value in self.model.parameters())
             if not self._team.is_elastic:
                 self._team.meet()

@@ -49,6 +49,8 @@ class Book:
     def add(self, values: dict[str, float], step: int | None) -> None:
         if self.run_dir is None:
             return  # rank 0 of a launcher that is not ours has the only folder
+        if self._recorder is not None and self._recorder.at_step is None:
+            return  # the others have logged it
         if not values.keys() <= self._counts.keys():
             values = self._admit(values)
         if not values:
@@ -60,7 +62,7 @@ class Book:
         self._writer.write(Point(step=step, time=time.time(), values=values))
 
     def _next_step(self, values: Mapping[str, float]) -> int:
-        if self._recorder is not None:
+        if self._recorder is not None and self._recorder.at_step is not None:
             return self._recorder.at_step
         step = max(map(self._counts.__getitem__, values))
         self._counts.update(dict.fromkeys(values, step + 1))
