@@ -29,6 +29,6 @@ def test_promises_hold_from_the_queue_to_the_keepers(name):
 def test_promises_hold_for_as_many_events_as_are_asked_for(name):
     num_seeds = -(-NUM_EVENTS // (EVENTS_A_SEED * len(POLICIES)))
     seeds = range(100, 100 + num_seeds)
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("spawn")) as pool:
         for counts in pool.map(drive_service, repeat(name), seeds, repeat(EVENTS_A_SEED)):
             assert counts["events"] == EVENTS_A_SEED
