@@ -33,7 +33,7 @@ def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
     first = seed = int(os.environ.get("SHOAL_TEST_FIRST_SEED", "1000"))
     until = time.monotonic() + float(os.environ.get("SHOAL_TEST_SECONDS", "inf"))
     found: dict[str, Counter[str]] = {name: Counter() for name in sorted(POLICIES)}
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         while sum(counts["events"] for counts in found.values()) < wanted and time.monotonic() < until:
             for name, counts in zip(found, pool.map(drive_service, found, repeat(seed), repeat(each)), strict=True):
                 found[name].update(counts)

@@ -31,6 +31,16 @@ class Ask:
         """What one worker counts wherever it is counted who got how much: its GPUs, and one if those are fewer."""
         return max(self.gpus, 1.0)
 
+    def on(self, kinds: frozenset[str]) -> "Ask":
+        """The same on these kinds of nodes."""
+        return Ask(
+            cores=self.cores,
+            memory_bytes=self.memory_bytes,
+            gpus=self.gpus,
+            disk_bytes=self.disk_bytes,
+            kinds=kinds,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
@@ -104,7 +114,7 @@ class Queued:
         return sum(self.allocation.values())
 
     def having(self, **changes: object) -> "Queued":
-        """What `dataclasses.replace` gives, in a tenth of its time: a simulation makes one for each job and round."""
+        """What `dataclasses.replace` gives, in a tenth of its time: each decision makes some of every job."""
         other = object.__new__(Queued)
         other.__dict__.update(self.__dict__)
         other.__dict__.update(changes)

@@ -31,8 +31,8 @@ def finish_fair(cluster: Cluster, rules: Rules = FINISH_RULES) -> list[Decision]
     Uses `remaining_seconds` (or time limits). Of unknown length: said to need as long again as it ran.
     """
     left = {job.id: _left(job) for job in cluster.jobs}
-    end, lengths = outlook(cluster, left)
     sorts = Sorts(cluster.nodes)
+    end, lengths = outlook(cluster, left, sorts)
 
     def key(job: Queued) -> tuple[bool, float, float, str]:
         need = left[job.id]
@@ -41,7 +41,7 @@ def finish_fair(cluster: Cluster, rules: Rules = FINISH_RULES) -> list[Decision]
         bonus = RUNNING_BONUS if job.allocation else 1.0
         return lengths[job.id] < LAST_PART * end, -behind * bonus * max(job.weight, 1e-9), job.submitted_at, job.id
 
-    return fill_kinds(cluster, sorted(cluster.jobs, key=key), rules=rules)
+    return fill_kinds(cluster, sorted(cluster.jobs, key=key), rules=rules, sorts=sorts)
 
 
 def _left(job: Queued) -> float:

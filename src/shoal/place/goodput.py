@@ -46,7 +46,7 @@ def _where_able(job: Queued, kinds: Collection[str]) -> Queued:
     if job.rate is None or len(kinds) < 2:
         return job
     able = frozenset(kind for kind in job.ask.kinds or kinds if job.rate(kind, 1, 1) > 0.0)
-    return replace(job, ask=replace(job.ask, kinds=able)) if 0 < len(able) < len(kinds) else job
+    return job.having(ask=job.ask.on(able)) if 0 < len(able) < len(kinds) else job
 
 
 def _expected_left(job: Queued, tuning: Tuning) -> float:

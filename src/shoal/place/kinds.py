@@ -31,7 +31,12 @@ MAX_TRIES = 3
 
 
 def fill_kinds(
-    cluster: Cluster, order: Sequence[Queued], *, rules: Rules = USUAL, stops_peers: bool = True
+    cluster: Cluster,
+    order: Sequence[Queued],
+    *,
+    rules: Rules = USUAL,
+    stops_peers: bool = True,
+    sorts: "Sorts | None" = None,
 ) -> list[Decision]:
     """As `fill`, on the kinds of nodes where the jobs of `order` get the most done together.
 
@@ -40,15 +45,16 @@ def fill_kinds(
     """
     if len({node.kind for node in cluster.nodes}) < 2 or all(job.rate is None for job in order):
         return fill(cluster, order, rules=rules, stops_peers=stops_peers)
-    sorts = Sorts(cluster.nodes)
-    kinds = choose_kinds(cluster, order, rules=rules, stops_peers=stops_peers)
+    sorts = sorts or Sorts(cluster.nodes)
+    kinds = choose_kinds(cluster, order, rules=rules, stops_peers=stops_peers, sorts=sorts)
     # Who has a kind goes before who has none: else those who are left out would hold what others were given.
     order = sorted(order, key=lambda job: job.id not in kinds)
     here = {job.id: sorts.kind_now(job) for job in order if job.allocation}
     asked = {job.id: job for job in order}
     stay: set[str] = set()
     for attempt in range(MAX_TRIES + 1):
-        moving = {name for name, now in here.items() if name in kinds and kinds[name] != now and name not in stay}
+        # Whose nodes are all gone is on no kind: it does not move, it starts anew.
+        moving = {name for name, now in here.items() if now and kinds.get(name, now) != now and name not in stay}
         if attempt == MAX_TRIES:
             moving = set()
         views = [_view(cluster.now, sorts, job, kinds.get(job.id, ""), job.id in moving) for job in order]
@@ -152,39 +158,43 @@ def _view(now: float, sorts: Sorts, job: Queued, kind: str, moves: bool) -> Queu
     there is one that has room for all.
     """
     if kind:
-        view = replace(job, ask=replace(job.ask, kinds=frozenset({kind})))
-        return replace(view, allocation={}, devices={}, stopped_at=now) if moves else view
+        view = job.having(ask=job.ask.on(frozenset({kind})))
+        return view.having(allocation={}, devices={}, stopped_at=now) if moves else view
     speeds = sorts.speeds_of(job)
     able = {name for name, speed in speeds.items() if speed > 0}
     if job.allocation or not able:
         able &= {sorts.kind_now(job)}
     elif job.max_workers > 1 and able & sorts.alone(job):
         able = {max(able & sorts.alone(job), key=lambda name: (speeds[name], name))}
-    return replace(job, ask=replace(job.ask, kinds=frozenset(able))) if able else job
+    return job.having(ask=job.ask.on(frozenset(able))) if able else job
 
 
 # -- who goes where ------------------------------------------------------------------------------------------------
 
 
 def choose_kinds(
-    cluster: Cluster, order: Sequence[Queued], *, rules: Rules = USUAL, stops_peers: bool = True
+    cluster: Cluster,
+    order: Sequence[Queued],
+    *,
+    rules: Rules = USUAL,
+    stops_peers: bool = True,
+    sorts: Sorts | None = None,
 ) -> dict[str, str]:
     """Job -> kind for those who can run, in `order`, class and priority before it. Others are left out."""
     ranked = sorted(order, key=lambda job: (_down(job), stops_peers and not _is_starving(cluster, job, rules)))
     chosen: dict[str, str] = {}
-    sorts = Sorts(cluster.nodes)
+    sorts = sorts or Sorts(cluster.nodes)
     for jobs, room in _pools(cluster, ranked):
         chosen.update(_Pool(cluster, sorts, jobs, room).share_out(rules, stops_peers))
     return chosen
 
 
-def outlook(cluster: Cluster, left: Mapping[str, float]) -> tuple[float, dict[str, float]]:
+def outlook(cluster: Cluster, left: Mapping[str, float], sorts: Sorts) -> tuple[float, dict[str, float]]:
     """Seconds until all could be done, were everyone on the kind where it costs least; and how long each takes there.
 
     `left` is how long each job would still take on the kind that suits it best.
     """
     end, lengths = 0.0, dict(left)
-    sorts = Sorts(cluster.nodes)
     for jobs, room in _pools(cluster, cluster.jobs):
         kinds = list(room)
         known = [sorts.speeds_of(job) for job in jobs]
@@ -328,8 +338,8 @@ def balance(speeds: Floats, sizes: Floats, work: Floats, room: Floats) -> Floats
         busy = np.bincount(choice, amounts[rows, choice], len(room)) / np.maximum(room, 1e-9)
         if busy.max() < longest:
             best, longest = prices, float(busy.max())
-        mean = max(float(busy.mean()), 1e-9)
-        prices = prices + step * np.clip((busy - mean) / mean, -1.0, 1.0)
+        mean = max(float(busy.sum()) / len(busy), 1e-9)
+        prices = prices + step * np.minimum((busy - mean) / mean, 1.0)
         step *= 0.93
     return np.asarray(best)
 

@@ -59,7 +59,7 @@ def _lower(giver: Queued, keep: int, peak: int, job: Queued) -> Lower:
 
 
 def _with(job: Queued, givers: Sequence[str], keeps: Mapping[str, int]) -> Queued:
-    return replace(job, ask=replace(job.ask, memory_bytes=keeps[job.id])) if job.id in givers else job
+    return job.having(ask=replace(job.ask, memory_bytes=keeps[job.id])) if job.id in givers else job
 
 
 def _keeps(cluster: Cluster, giver: Queued, job: Queued, peaks: Mapping[str, int]) -> int:

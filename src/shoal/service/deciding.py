@@ -1,7 +1,7 @@
 """Between the queue and a policy: what the policy is shown, and what of its decisions can be done at once. Pure."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from shoal.place.cluster import Allocation, Ask, Cluster, Devices, Node, Partition, Queued, may_be_stopped
@@ -90,8 +90,7 @@ def needs_of(job: Job) -> Ask:
 def shown_as(job: Job, view: Queued, promise: Promise | None) -> Queued:
     """A job that is to run elsewhere as if it ran there; one that is being stopped as if it waited."""
     if job.wish:
-        view = replace(
-            view,
+        view = view.having(
             ask=ask_of(job.asked),
             allocation={},
             devices={},
@@ -101,8 +100,7 @@ def shown_as(job: Job, view: Queued, promise: Promise | None) -> Queued:
     if promise is None:
         return view
     place = promise.place
-    return replace(
-        view,
+    return view.having(
         ask=ask_of(job.asked, promise.memory_bytes),
         allocation=place.allocation,
         devices=place.devices,
@@ -142,7 +140,7 @@ def cluster_of(
         view = learned(job, queued(job, blocked_by(job, states, room), now, room))
         rules = settings.partitions.get(job.asked.partition, Partition())
         if not may_be_stopped(job.num_preempted, job.asked.max_preemptions, rules.max_preemptions):
-            view = replace(view, is_preemptible=False)
+            view = view.having(is_preemptible=False)
         shown.append(shown_as(job, view, promised.get(job.number)))
     return Cluster(
         now=now,
@@ -273,9 +271,9 @@ class _Turn:
         # What it had on nodes that are gone, it has no more: others in their place are a growth.
         there = {name: workers for name, workers in had.items() if name in self.room.cores}
         both = _in_common(there, devices, place)
-        if both == there and sum(place.allocation.values()) > sum(there.values()):
-            if job.asked.is_elastic:
-                self.grow(job, place)
+        is_more = sum(place.allocation.values()) > sum(there.values())
+        if job.asked.is_elastic and both and both == there and is_more:
+            self.grow(job, place)
         elif both == had:
             return
         elif job.asked.is_elastic and sum(both.values()) >= job.min_workers:

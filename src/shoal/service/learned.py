@@ -94,8 +94,7 @@ class Prospect:
         """The job as policies see it. While it settles it keeps its size, unless others need its workers."""
         if self.told_by == "" and self.rate is None and not self.stop_seconds and self.max_workers == job.max_workers:
             return job
-        return replace(
-            job,
+        return job.having(
             rate=None if is_settling else self.rate,
             max_workers=self.max_workers,
             stop_seconds=self.stop_seconds or job.stop_seconds,

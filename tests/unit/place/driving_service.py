@@ -264,7 +264,7 @@ class Service:
         )
         if not self.has_rates:
             return cluster
-        return replace(cluster, jobs=tuple(replace(view, rate=self.rates[int(view.id)]) for view in cluster.jobs))
+        return replace(cluster, jobs=tuple(view.having(rate=self.rates[int(view.id)]) for view in cluster.jobs))
 
     def peaks(self) -> dict[str, int]:
         return {
@@ -277,7 +277,7 @@ class Service:
         """One decision, done as the service does it, and checked."""
         nodes = tuple(self.nodes.values())
         self.promised = still_promised(self.promised, self.jobs, nodes)
-        before = self.shown()
+        before, known = self.shown(), self.promised
         policy = POLICIES[self.policy]
         decisions, lowers = reclaim(before, policy(before), self.peaks(), policy)
         todo, self.waits, self.promised = can_do(
@@ -287,7 +287,8 @@ class Service:
         self.counts["reclaims"] += len(lowers)
         for each in todo:
             self.do(each)
-        self.check(before)
+        # With nothing done and nothing promised, what is shown is what was shown.
+        self.check(before, before if not todo and self.promised == known else self.shown())
         return todo
 
     def do(self, todo: Todo) -> None:
@@ -325,8 +326,7 @@ class Service:
             ran = job.run_seconds + self.now - job.accrued_at
             assert self.turns[job.number] <= math.log2(ran / QUANTUM + 1) + 1e-9, ("stopped again and again", job)
 
-    def check(self, before: Cluster) -> None:
-        after = self.shown()
+    def check(self, before: Cluster, after: Cluster) -> None:
         for cluster in (self.truth(after), after):
             check_capacity(self.as_drive(cluster))
         held = {view.id: view for view in before.jobs}
@@ -365,14 +365,15 @@ class Service:
         for view in shown.jobs:
             job = self.jobs[int(view.id)]
             held = {name: workers for name, workers in job.allocation.items() if name in self.nodes}
-            ask = replace(view.ask, memory_bytes=job.memory_bytes)
-            views.append(replace(view, ask=ask, allocation=held, devices=job.devices))
+            is_same = view.ask.memory_bytes == job.memory_bytes
+            ask = view.ask if is_same else replace(view.ask, memory_bytes=job.memory_bytes)
+            views.append(view.having(ask=ask, allocation=held, devices=job.devices))
         return replace(shown, jobs=tuple(views))
 
     def as_drive(self, cluster: Cluster) -> SimpleNamespace:
         """In the form in which the checks of `driving` take it; what is on nodes that are gone is left out."""
         jobs = {
-            view.id: replace(view, allocation={n: w for n, w in view.allocation.items() if n in self.nodes})
+            view.id: view.having(allocation={n: w for n, w in view.allocation.items() if n in self.nodes})
             for view in cluster.jobs
         }
         return SimpleNamespace(nodes=self.nodes, partitions=self.settings.partitions, jobs=jobs, now=self.now)
@@ -398,7 +399,7 @@ class Service:
         for wait in self.waits.values():
             view = drive.jobs[wait.job]
             for ask in self.asks_of(view):
-                drive.jobs[wait.job] = replace(view, ask=ask)
+                drive.jobs[wait.job] = view.having(ask=ask)
                 check_nobody_waits_beside_room(drive, [wait], free)
             drive.jobs[wait.job] = view
 
@@ -410,8 +411,8 @@ class Service:
         rate = job.rate
         able = [kind for kind in sorted(job.ask.kinds or KINDS) if rate is None or rate(kind, job.min_workers, 1) > 0]
         if job.max_workers > 1 and Sorts(tuple(self.nodes.values())).alone(job):
-            return [replace(job.ask, kinds=frozenset({kind})) for kind in able]
-        return [replace(job.ask, kinds=frozenset(able))] if able else []
+            return [job.ask.on(frozenset({kind})) for kind in able]
+        return [job.ask.on(frozenset(able))] if able else []
 
     def rest(self, rounds: int = 40) -> None:
         """While nothing but time happens, nobody is stopped again and again."""

@@ -212,6 +212,27 @@ def test_an_elastic_job_that_changes_nodes_keeps_what_both_have_in_common_and_is
     assert todo.allocation == {"a": 2, "b": 2}
 
 
+@pytest.mark.parametrize("is_elastic", [False, True])
+def test_one_whose_nodes_are_all_gone_is_stopped_and_starts_where_it_was_given_others(is_elastic):
+    ran = begun(1, {"gone": 2}, min_workers=1 if is_elastic else 2, max_workers=2, is_elastic=is_elastic)
+    (todo,), _, promised = can_do([place(1, "x", a=2)], {1: ran}, NODES, {})
+    assert todo.allocation == {}, "there is nothing left of it to go on with"
+    assert promised[1].place.allocation == {"a": 2}
+
+
+@pytest.mark.parametrize("is_preemptible", [True, False])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_one_whose_nodes_are_gone_starts_on_others_of_whatever_kind(policy, is_preemptible):
+    nodes = (Node(name="fast", kind="v100", cores=2.0), Node(name="slow", kind="k80", cores=2.0))
+    box = Box(policy, nodes, begun(1, {"gone": 1}, is_preemptible=is_preemptible))
+    policy = box.policy
+    box.policy = lambda cluster: policy(replace(cluster, jobs=tuple(replace(j, rate=_rate) for j in cluster.jobs)))
+    box.decide()
+    assert box.jobs[1].message == "its nodes are gone"
+    box.settle()
+    assert (box.jobs[1].state, box.jobs[1].allocation) == ("running", {"fast": 1})
+
+
 def test_other_gpus_of_the_same_node_mean_another_start():
     nodes = (Node(name="a", cores=8.0, gpus=4),)
     fixed = begun(1, {"a": 1}, {"a": (0,)}, gpus=1.0)
