@@ -1,6 +1,7 @@
 """What workers print is kept in parts, of which the first and the newest stay, and read as one."""
 
 import io
+import os
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,12 @@ def test_a_log_without_lines_is_cut_all_the_same(tmp_path: Path) -> None:
         log.write(b"\r50 %" * 20)
     log.close()
     assert sum(each.stat().st_size for each in tmp_path.iterdir()) <= 2 * LIMIT + 1000
+
+
+def test_what_is_no_file_is_never_renamed(tmp_path: Path) -> None:
+    (tmp_path / "0.log").symlink_to(os.devnull)
+    write(str(tmp_path / "0.log"), 0, 1000)
+    assert [each.name for each in tmp_path.iterdir()] == ["0.log"]
 
 
 def test_a_log_is_gone_on_with(tmp_path: Path) -> None:

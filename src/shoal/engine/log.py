@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import stat
 from collections.abc import Callable, Mapping
 
 from shoal.engine.fit import parse_bytes
@@ -31,7 +32,7 @@ class Log:
 
     def write(self, data: bytes) -> None:
         cut = 0
-        if self._size + len(data) >= self._part_bytes:
+        if self._is_file and self._size + len(data) >= self._part_bytes:  # a device is never renamed
             cut = data.rfind(b"\n") + 1
             if cut or self._size >= 2 * self._part_bytes:
                 self._append(data[:cut])
@@ -46,7 +47,8 @@ class Log:
     def _open(self) -> None:
         fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self.close()
-        self._fd, self._size = fd, os.fstat(fd).st_size
+        found = os.fstat(fd)
+        self._fd, self._size, self._is_file = fd, found.st_size, stat.S_ISREG(found.st_mode)
 
     def _append(self, data: bytes) -> None:
         rest = memoryview(data)

@@ -84,7 +84,7 @@ def claim(path: str, facts: Mapping[str, Any], now: float, *, is_new: bool = Fal
     UserError where another live run holds the folder, where `is_new` and an earlier run left checkpoints in it, or
     where the disk refuses.
     """
-    path = local_folder(path)
+    path = os.path.abspath(local_folder(path))
     try:
         os.makedirs(os.path.join(path, "logs"), exist_ok=True)
         lock_fd = os.open(os.path.join(path, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -114,7 +114,7 @@ def local_folder(where: str) -> str:
     if where.startswith("file://"):
         where = str(locate(where))
     if not is_url(where):
-        return os.path.abspath(where)
+        return where
     url = mask(where)
     raise UserError(
         f"This run folder cannot be at a URL: {url}",
