@@ -78,14 +78,14 @@ def run_job(
         job = _choose_workers(job)
         check_options(job)
     worker_bytes = PLAIN_WORKER_BYTES if entry[0] == "program" else TORCH_WORKER_BYTES
+    first = num_at_start(job.options, job.min_workers, job.num_workers or 1)
     if ground is None:
-        check_memory(job.num_workers or 1, worker_bytes, job.options)
-        if not is_quiet and (job.num_workers or 1) > available_cores():
-            _tell_of_cluster(job.num_workers or 1, available_cores())
+        check_memory(first, worker_bytes, job.options)
+        if not is_quiet and first > available_cores():
+            _tell_of_cluster(first, available_cores())
     wants_spare(job.options)
     grace_of(job.options)
     limit_of(job.options)
-    num_at_start(job.options, job.min_workers, job.num_workers or 1)
     crew = Crew(
         job=job,
         python=find_python(job.python),

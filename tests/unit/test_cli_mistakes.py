@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from shoal import cli
+from shoal.engine.machine import available_memory_bytes
 
 GOOD = "print('ran')"
 BAD = {
@@ -78,6 +79,14 @@ def test_a_folder_that_holds_a_run_already(folder: Path, capsys: pytest.CaptureF
     (folder / "out" / "run.json").write_text('{"name": "out", "status": "finished"}')
     assert cli.main(["run", "--log-dir", "out", "good.py"]) == 2
     assert "go on with that run: `--resume out`" in capsys.readouterr().err
+
+
+def test_only_workers_that_begin_need_memory_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    half = (available_memory_bytes() or 1 << 32) // 2
+    command = ["run", "-n", "1:8", "-o", f"engine.worker_memory={half}"]
+    assert cli.main([*command, "good.py"]) == 2
+    assert "8 workers do not fit into memory" in capsys.readouterr().err
+    assert cli.main([*command, "-o", "engine.start=1", "good.py"]) == 0
 
 
 def test_a_resumed_run_has_a_place_already(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
