@@ -23,6 +23,10 @@ OVER = ("finished", "failed", "cancelled")
 _TROUBLE = (OSError, http.client.HTTPException, ValueError)
 
 
+LOOK_PATIENCE_SECONDS = 5.0
+"""How long somebody who only looks waits for a service that does not answer: a restart takes a second or two."""
+
+
 class Refused(UserError):
     """The service answered, and its answer is no."""
 

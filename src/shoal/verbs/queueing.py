@@ -25,9 +25,9 @@ def queue(argv: Sequence[str]) -> int:
     parser.add_argument("--limit", metavar="N", help=f"at most so many (default: {MAX_ROWS}; as JSON all)")
     parser.add_argument("--json", action="store_true", help="as JSON")
     options = parser.parse_args(argv)
-    from shoal.service.client import Client
+    from shoal.service.client import LOOK_PATIENCE_SECONDS, Client
 
-    with Client() as client:
+    with Client(patience_seconds=LOOK_PATIENCE_SECONDS) as client:
         if options.job is not None:
             told = client.job(options.job)
             put(told, options.json, tell_job(told))

@@ -30,9 +30,9 @@ def nodes(argv: Sequence[str]) -> int:
             hint = "`shoal up` starts a service, `shoal up --cluster` begins a cluster"
             raise UserError("No service is up on this machine, and it is in no cluster.", hint=hint)
         return verbs.nodes([flag for flag in argv if flag != "--cluster"])
-    from shoal.service.client import Client
+    from shoal.service.client import LOOK_PATIENCE_SECONDS, Client
 
-    with Client() as client:
+    with Client(patience_seconds=LOOK_PATIENCE_SECONDS) as client:
         told = client.nodes()
     put(told, options.json, tell_nodes(told["nodes"], width()))
     return 0
@@ -95,9 +95,9 @@ def share(argv: Sequence[str]) -> int:
     parser = Parser("share", "Show who used how much, lately and in all, and what their share is.", "[--json]")
     parser.add_argument("--json", action="store_true", help="as JSON")
     options = parser.parse_args(argv)
-    from shoal.service.client import Client
+    from shoal.service.client import LOOK_PATIENCE_SECONDS, Client
 
-    with Client() as client:
+    with Client(patience_seconds=LOOK_PATIENCE_SECONDS) as client:
         told = client.share()
     put(told, options.json, tell_shares(told, width()))
     return 0
