@@ -339,7 +339,8 @@ def memory(name: str) -> None:
                 trainer.step(batch)
                 maps = Path("/proc/self/maps").read_text().count("/memfd:shoal")
                 seen.append((next(model.parameters()).data_ptr(), maps))
-        second, last = seen[min(1, len(seen) - 1)], seen[-1]  # who came for the last step has only that
+        nothing = (0, 0)  # seen by who came back after the last step
+        second, last = (seen[min(1, len(seen) - 1)], seen[-1]) if seen else (nothing, nothing)
         say(name, trainer, has_moved=second[0] != last[0], has_grown=second[1] < last[1])
     gc.enable()
 
