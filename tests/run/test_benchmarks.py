@@ -28,7 +28,7 @@ def run_quickly(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "column"),
     [
-        ("bookkeeping", "measured"),
+        pytest.param("bookkeeping", "measured", marks=pytest.mark.slow),
         ("commands", "cpu ms"),
         pytest.param("data_parallel", "ms a step", marks=pytest.mark.slow),
         pytest.param("elastic_cost", "cost", marks=pytest.mark.slow),

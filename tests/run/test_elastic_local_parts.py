@@ -66,6 +66,7 @@ def check_ended(run: FaultyRun, num_steps: int, least_strikes: int) -> None:
         assert set(counts.values()) == {1}, "every shard of every step counts once"
 
 
+@pytest.mark.slow
 def test_a_copy_loses_a_stage_within_a_round_and_one_in_the_middle_of_an_agreement():
     faults = Faults().kill(rank=3, step=6, at="backward").kill(rank=0, step=19, at="summed", incarnation=None)
     run = run_job(faults, "local:4", 40, split="pipeline:2")

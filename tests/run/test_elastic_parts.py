@@ -107,6 +107,7 @@ def test_parts_whose_state_is_divided_are_lost_and_come_back(alone, split, level
     assert not run.of("resumed"), "nothing was read from disk"
 
 
+@pytest.mark.slow
 def test_a_part_that_nobody_else_has_comes_from_the_checkpoint(alone):
     run = run_job(Faults().kill(rank=1, step=17, at="backward"), "2:2", is_exact=True, split="pipeline:2")
     check_ended(run, alone[True], is_exact=True, at_least=2)

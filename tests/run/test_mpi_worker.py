@@ -104,6 +104,7 @@ class TestMpirun:
         assert done.returncode == 0, done.stderr
         assert sorted(done.stdout.splitlines()) == [f"sum 3.0 {rank} 2 0 1 lo --lr 1" for rank in range(2)]
 
+    @pytest.mark.slow
     def test_a_trainer_has_the_losses_it_has_under_shoal_run(self, box: Box) -> None:
         box.write("train.py", TRAIN)
         ours = box.execute(*mpirun(2), *WORKER, "train.py")

@@ -60,6 +60,7 @@ def on(box: Box, cluster: RayCluster) -> tuple[str, ...]:
     return "--address", cluster.address
 
 
+@pytest.mark.slow
 def test_a_training_comes_to_the_same(box: Box, cluster: RayCluster, clean: dict[str, Any]) -> None:
     done = box.run("run", "-n", "3", *on(box, cluster), JOBS, "long")
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,6 @@
 """Workers import torch without looking for garbage meanwhile, and with everything else as ever."""
 
+import pytest
 from launching import Box, box
 
 __all__ = ["box"]
@@ -89,6 +90,7 @@ def test_an_optimizer_does_not_import_the_compiler(box: Box) -> None:
     assert "alike True" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_script_that_compiles_first_finds_torch_as_it_is(box: Box) -> None:
     (box.folder / "script.py").write_text(OPTIMIZERS + COMPILED)
     done = box.run("run", "-n", "1", "script.py")

@@ -232,6 +232,7 @@ def test_evaluation_and_prediction_do_not_depend_on_the_workers(num_samples, tmp
     assert one[2][1] == (make_data(num_samples)[1] > 0).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_models_train(run_dir):
     model = make_model()
