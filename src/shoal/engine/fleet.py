@@ -627,21 +627,23 @@ class Fleet:
     def _lose(self, agent: _Agent) -> None:
         self._hang_up(agent, TimeoutError())
         self._agents.remove(agent)
+        machine = f"{agent.berth.node} ({agent.berth.address})" if agent.berth is not None else ""
         for rank in [rank for rank, worker in self._workers.items() if worker.agent is agent]:
-            self._bury(rank, -signal.SIGKILL)
+            self._bury(rank, -signal.SIGKILL, machine=machine)
         if agent.berth is not None and self._find(agent.name) is None:
-            self._listener.problem(f"lost {agent.berth.node} ({agent.berth.address})")
+            self._listener.problem(f"lost {machine}")
             if agent.name not in self._spare:
                 self._ground.replace(agent.name)
 
-    def _bury(self, rank: int, code: int | None, result: bytes | None = None) -> None:
+    def _bury(self, rank: int, code: int | None, result: bytes | None = None, machine: str = "") -> None:
         """A worker has ended; without a code, nobody is told."""
         worker = self._workers.pop(rank, None)
         if worker is None:
             return
         worker.log.close()
         if code is not None:
-            self._exits.append(WorkerExit(rank=rank, code=code, time=time.time(), result=result))
+            end = WorkerExit(rank=rank, code=code, time=time.time(), result=result, machine=machine)
+            self._exits.append(end)
 
 
 def _no_room(rank: int) -> UserError:
