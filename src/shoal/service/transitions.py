@@ -18,8 +18,8 @@ from shoal.service.job import (
 from shoal.spec.errors import UserError
 
 MAX_LOST = 5
-"""How often a job whose attempt vanished, or lost a machine that it cannot do without, is started again: one that takes
-machines down would never come to rest."""
+"""How often a job whose attempt vanished, or lost a machine that it cannot do without, is started again: one that
+takes machines down would never come to rest."""
 
 
 class Sight(Protocol):
