@@ -384,7 +384,7 @@ def test_a_command_that_hangs_is_tried_again(monkeypatch: pytest.MonkeyPatch) ->
         assert not commands
         time.sleep(0.5)
         ground.look()
-        assert ground.waiting_for() == "agents are starting", "this one has come"
+        assert ground.waiting_for(()) == "agents are starting", "this one has come"
     finally:
         ground.close()
 

@@ -195,7 +195,8 @@ class Fleet:
                 return
             if now > told_at:
                 told_at += WORD_SECONDS
-                self._listener.problem(f"waiting for machines: {self._ground.waiting_for()}")
+                missing = self._ground.waiting_for([agent.name for agent in self._agents.present])
+                self._listener.problem(f"waiting for machines: {missing}")
 
     # Workers.
 
