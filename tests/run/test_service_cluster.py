@@ -71,7 +71,7 @@ class Team:
             if event["kind"] == "worker_started"
         }
         found: Counter[str] = Counter()
-        for member in worlds[-1] if worlds else ():
+        for member in worlds[-1] if worlds else started:  # who is of a fixed size has no World
             try:
                 found[networks[os.stat(f"/proc/{started[member]}/ns/net").st_ino]] += 1
             except FileNotFoundError:

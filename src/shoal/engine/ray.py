@@ -239,7 +239,7 @@ class RayGround:
         self._least = 0
         self._grow_until: float | None = None
         self._look_due = 0.0
-        self._placed_at: float | None = None
+        self._waits_since: dict[bool, float] = {}
         self._shipped = shipped_folder(_here())
 
     def open(self, invitation: Invitation, num_slots: int, least: int) -> int:
@@ -441,18 +441,22 @@ class RayGround:
         request_resources(bundles=[self._request.bundle] * count, bundle_label_selectors=labels)
 
     def waiting_for(self, present: Collection[str]) -> str:
-        if all(group.wait(0) for group in self._groups):
-            missing = [slot for slot in self._slots if str(slot.number) not in present and not slot.is_given_up]
-            seconds = time.monotonic() - self._placed_at if self._placed_at is not None else 0.0
-            self._placed_at = self._placed_at or time.monotonic()
+        missing = [slot for slot in self._slots if str(slot.number) not in present and not slot.is_given_up]
+        is_placed = all(group.wait(0) for group in self._groups)
+        seconds = time.monotonic() - self._waits_since.setdefault(is_placed, time.monotonic())
+        head = self._ray.get_runtime_context().gcs_address
+        if is_placed:
             told = f"agents are starting on {', '.join(sorted(set(map(self._address_of, missing))))}"
             if seconds < LATE_SECONDS:
                 return told
-            head = self._ray.get_runtime_context().gcs_address
             why = f"that machine is slow, or a firewall keeps Ray's processes there from those of {head}, Ray's head"
             return f"{told} for {seconds:.0f} s: {why}"
         free = self._ray.available_resources()
         told = f"each worker needs {_tell(self._request.bundle)}; free in the cluster: {_tell(free) or 'nothing'}"
+        has_room = all(free.get(name, 0.0) >= each * len(missing) for name, each in self._request.bundle.items())
+        if has_room and seconds > LATE_SECONDS:
+            why = f"machines have too little each, or a firewall is between one of them and {head}, Ray's head"
+            told = f"{told}. Ray gives them no places, for {seconds:.0f} s: {why}"
         if self._grow_until is None:
             return told
         left = max(0.0, self._grow_until - time.monotonic())
