@@ -51,7 +51,7 @@ def be_agent(first: str = "") -> list[str]:
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes engines with agents on hosts `a` and `b`, two slots each; `first` is what agents do first, by host."""
-    monkeypatch.setattr(fleets, "SILENT_SECONDS", LEASE + 1.0)
+    monkeypatch.setattr("shoal.engine.agents.SILENT_SECONDS", LEASE + 1.0)
     made: list[Fleet] = []
 
     def make(listener: Listener | None = None, **first: str) -> Fleet:
@@ -177,7 +177,7 @@ def test_an_agent_does_not_wait_for_a_launcher_that_is_cut_off(make: Make, tmp_p
     """Nothing comes from it, not even an end: its workers are ended after the lease."""
     engine = make()
     pids = start_busy(engine, tmp_path, 1)
-    engine._is_closed.set()  # no beats from here on
+    engine._agents._is_closed.set()  # no beats from here on
     wait_until(lambda: is_dead(pids[0]), engine)
     assert [end.code for end in wait_for_exits(engine, 1)] == [-9]
 
@@ -185,7 +185,7 @@ def test_an_agent_does_not_wait_for_a_launcher_that_is_cut_off(make: Make, tmp_p
 def test_one_agent_is_being_lost_while_another_worker_is_started(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleets, "ORPHANED_SECONDS", 2.0)
+    monkeypatch.setattr("shoal.engine.agents.ORPHANED_SECONDS", 2.0)
     engine = make()
     pids = start_busy(engine, tmp_path)
     engine.kill(0)
@@ -300,21 +300,21 @@ def test_strangers_keep_nobody_waiting(make: Make, tmp_path: Path) -> None:
     problems: list[str] = []
     engine = make(Listener(problem=problems.append))
     start_busy(engine, tmp_path, 1)
-    assert engine._door is not None
-    place = ("127.0.0.1", engine._door.invitation.port)
+    assert engine._agents._door is not None
+    place = ("127.0.0.1", engine._agents._door.invitation.port)
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(socket.create_connection(place)) for _ in range(60)]
         for number, stranger in enumerate(strangers):
             stranger.sendall((b"", b"shoal-agent-1\n", b"GET / HTTP/1.0\r\n\r\n")[number % 3])
         engine.start([shell(tmp_path, 1, "exit 6")])
         assert [(end.rank, end.code) for end in wait_for_exits(engine, 1)] == [(1, 6)]
-        wait_until(lambda: problems and len(engine._door._greetings) == 40, engine)
+        wait_until(lambda: problems and len(engine._agents._door._greetings) == 40, engine)
         # On a busy machine people are told that machines are waited for, too.
         assert [each for each in problems if not each.startswith("waiting for")] == [
             "somebody who connected was turned away: it is no agent of this version"
         ]
         more = [stack.enter_context(socket.create_connection(place)) for _ in range(MAX_GREETINGS)]
-        wait_until(lambda: len(engine._door._greetings) == MAX_GREETINGS, engine)
+        wait_until(lambda: len(engine._agents._door._greetings) == MAX_GREETINGS, engine)
         wait_until(lambda: is_closed(strangers[0]), engine)
         assert not is_closed(more[-1])
         engine.start([shell(tmp_path, 1, "exit 7")])
@@ -384,7 +384,7 @@ def test_a_command_that_hangs_is_tried_again(monkeypatch: pytest.MonkeyPatch) ->
         assert not commands
         time.sleep(0.5)
         ground.look()
-        assert ground.waiting_for() == "agents are starting", "this one has come"
+        assert ground.waiting_for(()) == "agents are starting", "this one has come"
     finally:
         ground.close()
 

@@ -71,7 +71,7 @@ class Team:
             if event["kind"] == "worker_started"
         }
         found: Counter[str] = Counter()
-        for member in worlds[-1] if worlds else ():
+        for member in worlds[-1] if worlds else started:  # who is of a fixed size has no World
             try:
                 found[networks[os.stat(f"/proc/{started[member]}/ns/net").st_ino]] += 1
             except FileNotFoundError:
@@ -127,3 +127,27 @@ def test_jobs_are_where_the_queue_put_them(team: Team) -> None:
     log = Path(team.machines.env(0)["SHOAL_HOME"], "runs", f"job-{number}", "logs")
     ending = clean.stdout.split("ended ", 1)[1].splitlines()[0]
     assert ending in "".join(path.read_text() for path in log.iterdir())
+
+
+def test_a_job_of_fixed_size_goes_on_elsewhere_when_its_machine_is_lost(team: Team) -> None:
+    """It cannot go on without a worker, so it is put back: it says why, and goes on where it had saved."""
+    clean = subprocess.run([sys.executable, JOBS, "long"], capture_output=True, text=True, timeout=100, check=True)
+    number = team.submit("2", "-o", "checkpoint_every=1")
+    wait_until(lambda: sum(team.places(number).values()) == 2 and (team.job(number)["step"] or 0) >= 3)
+    before = team.job(number)["nodes"]
+    lost = next(name for name in ("host2", "host1") if name in before)
+    team.machines.kill(int(lost[-1]))
+    others = dict.fromkeys({"first", "host1", "host2"} - {lost}, 1)
+    wait_until(lambda: "lost with its machine" in team.job(number)["change"], 60)
+    assert f"lost with its machine, {lost} (" in team.job(number)["change"]
+    team.wait_for(number, others)
+    team.hurry.touch()
+    wait_until(lambda: team.is_over(number), 120)
+    assert team.job(number)["state"] == "finished"
+    run = Path(team.machines.env(0)["SHOAL_HOME"], "runs", f"job-{number}")
+    events = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    resumed = [event for event in events if event["kind"] == "resumed"]
+    assert resumed
+    assert resumed[-1]["step"] >= 2, "it began anew"
+    ending = clean.stdout.split("ended ", 1)[1].splitlines()[0]
+    assert ending in "".join(path.read_text() for path in (run / "logs").iterdir())

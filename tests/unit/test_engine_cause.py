@@ -49,6 +49,14 @@ def test_a_killed_worker_is_the_cause_of_lost_peers() -> None:
     assert (found[0].rank, found[0].exit_code) == (1, 137)
 
 
+def test_a_lost_machine_is_the_cause_of_what_the_others_say() -> None:
+    lost = WorkerExit(rank=1, code=-9, time=10.4, machine="anna (10.0.0.2)")
+    errors = [error(rank, 10.0, "MemberLost", "rank 1 is gone") for rank in (0, 2)]
+    found = first(errors=errors, exits=[lost, end(0, 1, 10.1), end(2, 1, 10.1)])
+    assert (found.rank, found.cause, found.exit_code) == (1, "lost_machine", 137)
+    assert found.message == "The worker was lost with its machine, anna (10.0.0.2)."
+
+
 def test_an_exception_long_after_a_lost_peer_is_another_story() -> None:
     errors = [error(0, 10.0, "RuntimeError", GLOO), error(1, 60.0)]
     assert first(errors=errors).rank == 0

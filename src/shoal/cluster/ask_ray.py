@@ -1,4 +1,4 @@
-"""Questions to Ray's head, each in a process of its own: `python -m shoal.cluster.ask_ray nodes|end_others ADDRESS`.
+"""Questions to Ray's head, each in a process of its own: `python -m shoal.cluster.ask_ray VERB ADDRESS [BUNDLES]`.
 
 Ray reads its environment when it is imported, once, and its client may wait longer than we want to. So whoever asks
 starts this with the right environment and a time limit, and reads one line of JSON.
@@ -7,13 +7,14 @@ starts this with the right environment and a time limit, and reads one line of J
 import json
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from shoal.cluster.leaving import leave_soon
 from shoal.cluster.reach import connect
 from shoal.engine.clusters import Cluster
-from shoal.engine.env import inherited_env
+from shoal.engine.env import has_ray_token, inherited_env
 from shoal.spec.errors import ShoalError
 
 ANSWER_SECONDS = 40.0
@@ -23,15 +24,33 @@ _TELL_SECONDS = 20.0
 
 
 def ask_ray(cluster: Cluster, verb: str) -> list[dict[str, Any]]:
-    """Ask Ray's head; raises ShoalError where it does not answer."""
-    # Ray itself would go on trying for a long time.
+    """Ask the head of our cluster; raises ShoalError where it does not answer."""
     ended = f"`shoal up --cluster` on {cluster.head} starts it again; or `shoal leave` the cluster that is no more"
-    connect(cluster.head, int(cluster.address.rpartition(":")[2]), _CONNECT_SECONDS, ended).close()
-    command = [sys.executable, "-m", "shoal.cluster.ask_ray", verb, cluster.address]
+    return _ask(cluster.address, [verb], inherited_env() | cluster.env, ended)
+
+
+def ask_other(address: str, bundles: Sequence[Mapping[str, float]] | None) -> list[dict[str, Any]]:
+    """The nodes of a cluster that others began. With `bundles`, its autoscaler is told first what is to fit on it.
+
+    Ray keeps one such request for the whole cluster, the last one, until there is another; an empty one is none.
+    """
+    env = inherited_env()
+    if has_ray_token():  # what `ray start` does by itself
+        env.setdefault("RAY_AUTH_MODE", "token")
+    told = [] if bundles is None else [json.dumps([dict(each) for each in bundles])]
+    return _ask(address, ["nodes", *told], env, "start it, or correct `ray` in service.toml")
+
+
+def _ask(address: str, words: Sequence[str], env: Mapping[str, str], otherwise: str) -> list[dict[str, Any]]:
+    # Ray itself would go on trying for a long time.
+    head, _, port = address.rpartition(":")
+    connect(head, int(port), _CONNECT_SECONDS, otherwise).close()
+    verb, *more = words
+    command = [sys.executable, "-m", "shoal.cluster.ask_ray", verb, address, *more]
     try:
         done = subprocess.run(
             command,
-            env=inherited_env() | cluster.env,
+            env=env,
             capture_output=True,
             text=True,
             timeout=ANSWER_SECONDS,
@@ -45,15 +64,21 @@ def ask_ray(cluster: Cluster, verb: str) -> list[dict[str, Any]]:
     except (ValueError, IndexError):
         why = "its answer is not what this version of Ray should give"
     raise ShoalError(
-        f"Ray's head at {cluster.address} does not answer.",
+        f"Ray's head at {address} does not answer.",
         why=why,
-        hint=f"see whether {cluster.head} is on, and whether `shoal nodes` works there",
+        hint=f"see whether {head} is on, and whether `shoal nodes` works there",
     )
 
 
-def nodes(address: str) -> list[dict[str, Any]]:
-    """Every machine that Ray knows, those that are gone too, with what it has and what of that is free."""
-    found = _client(address).get_all_node_info(timeout=_RAY_SECONDS)
+def nodes(address: str, bundles: str = "") -> list[dict[str, Any]]:
+    """Every machine that Ray knows, those that are gone too, with what it has and what of that is free.
+
+    Its autoscaler is asked for `bundles` first, where they are given.
+    """
+    client = _client(address)
+    if bundles:
+        _request(client, address, json.loads(bundles))
+    found = client.get_all_node_info(timeout=_RAY_SECONDS)
     status = import_module("ray.autoscaler.v2.sdk").get_cluster_status(address, timeout=_RAY_SECONDS)
     free = {node.node_id: node.available_resources() for node in (*status.active_nodes, *status.idle_nodes)}
     return [_node(info, free.get(info.node_id.hex(), {})) for info in found.values()]
@@ -70,6 +95,7 @@ def _node(info: Any, free: dict[str, float]) -> dict[str, Any]:
         "is_alive": info.state == 0,
         "has_left": info.death_info.reason == 1,
         "started": info.start_time_ms / 1e3,
+        "group": info.node_type_name,
         "cores": total.get("CPU", 0.0),
         "gpus": total.get("GPU", 0.0),
         "memory_bytes": int(total.get("memory", 0)),
@@ -78,6 +104,16 @@ def _node(info: Any, free: dict[str, float]) -> dict[str, Any]:
         "free_memory_bytes": int(free.get("memory", 0)),
         "labels": {key: value for key, value in info.labels.items() if not key.startswith("ray.io/node-")},
     }
+
+
+def _request(client: Any, address: str, bundles: list[dict[str, float]]) -> None:
+    """What `ray.autoscaler.sdk.request_resources` does. That needs a driver, whose node would count as in use."""
+    if import_module("ray.autoscaler.v2.utils").is_autoscaler_v2(fetch_from_server=True, gcs_client=client):
+        requests = [{"resources": bundle, "label_selector": {}} for bundle in bundles]
+        import_module("ray.autoscaler.v2.sdk").request_cluster_resources(address, requests, timeout=_RAY_SECONDS)
+        return
+    key = import_module("ray._private.ray_constants").AUTOSCALER_RESOURCE_REQUEST_CHANNEL
+    client.internal_kv_put(key, json.dumps(bundles).encode(), True, None, timeout=_RAY_SECONDS)
 
 
 def end_others(address: str) -> list[dict[str, Any]]:
@@ -110,4 +146,4 @@ def _client(address: str) -> Any:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"nodes": nodes, "end_others": end_others}[sys.argv[1]](sys.argv[2])))
+    print(json.dumps({"nodes": nodes, "end_others": end_others}[sys.argv[1]](*sys.argv[2:])))

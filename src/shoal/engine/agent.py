@@ -67,7 +67,7 @@ def serve(
         ) from error
     connected()
     _be_as_important_as_others()
-    agent = Agent(line, num_slots, moved)
+    agent = Agent(line, node or socket.gethostname(), num_slots, moved)
     try:
         agent.say("hello", {"name": name, "node": node, "order": order, **agent.facts()})
         return agent.run()
@@ -78,8 +78,8 @@ def serve(
 class Agent:
     """A local engine whose calls come over a line."""
 
-    def __init__(self, line: Line, num_slots: int, moved: tuple[str, str] | None = None) -> None:
-        self._line = line
+    def __init__(self, line: Line, node: str, num_slots: int, moved: tuple[str, str] | None = None) -> None:
+        self._line, self._node = line, node
         self._moved = moved
         self._num_slots = num_slots
         self._ports = ReservedPorts(2 * num_slots)
@@ -193,7 +193,7 @@ class Agent:
         try:
             workers = [_read_spec(each, self._moved) for each in specs]
             for worker in workers:
-                check_files(worker)
+                check_files(worker, self._node)
             self._engine.start(workers)
         except UserError as error:
             self.say("refused", number, error.message, error.why, error.hint)
@@ -269,8 +269,8 @@ def move(path: str, moved: tuple[str, str] | None) -> str:
     return here + path[len(there) :] if path == there or path.startswith(there + os.sep) else path
 
 
-def check_files(worker: WorkerSpec) -> None:
-    """Raise UserError where the folder of a worker, or its script, is not on this machine."""
+def check_files(worker: WorkerSpec, node: str) -> None:
+    """Raise UserError where the folder of a worker, or its script, is not on this machine, which is called `node`."""
     script = script_of(worker.command)
     path = os.path.join(worker.working_dir, script) if script else ""
     if not os.path.isdir(worker.working_dir):
@@ -280,7 +280,7 @@ def check_files(worker: WorkerSpec) -> None:
     else:
         return
     raise UserError(
-        f"Worker {worker.rank} could not be started on {socket.gethostname()}.",
+        f"Worker {worker.rank} could not be started on {node}.",
         why=f"there is no {missing} on that machine",
         hint="keep the script and its data in a folder that all machines share, or copy it to each of them",
     )

@@ -193,11 +193,22 @@ def _hint_for(kind: str, message: str) -> str:
 
 def _from_exit(end: WorkerExit, evidence: Evidence) -> Failure:
     tail = evidence.tails.get(end.rank, "")
-    facts: dict[str, Any] = {}
-    facts |= _of_signal(-end.code, evidence.memory_kills) if end.code < 0 else _of_code(end.code, tail)
+    facts: dict[str, Any] = {"cause": "dead"}
+    if end.machine:
+        facts = _of_machine(end.machine)
+    else:
+        facts |= _of_signal(-end.code, evidence.memory_kills) if end.code < 0 else _of_code(end.code, tail)
     where = _fault_place(tail).removeprefix(f"{evidence.working_dir}/")
-    facts["cause"] = "dead"
     return Failure(rank=end.rank, time=end.time, exit_code=shell_code(end.code), where=where, **facts)
+
+
+def _of_machine(machine: str) -> dict[str, str]:
+    return {
+        "cause": "lost_machine",
+        "message": f"The worker was lost with its machine, {machine}.",
+        "why": "that is off or cut off, or its agent there was killed; a run of a fixed size ends with any loss",
+        "hint": "go on with `shoal run --resume`; with `-n MIN:MAX` a run goes on by itself",
+    }
 
 
 def _of_code(code: int, tail: str) -> dict[str, str]:

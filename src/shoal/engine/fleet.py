@@ -1,26 +1,21 @@
 """Workers on several machines: an agent on each starts them, and one engine here speaks with all agents."""
 
 import contextlib
-import selectors
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shoal.engine.agent import BEAT_SECONDS, LEASE_SECONDS, versions
+from shoal.engine.agent import versions
+from shoal.engine.agents import AgentLine, Agents
 from shoal.engine.berths import Berth, Slot, check_memory, choose, seats_of
-from shoal.engine.clock import ClockReadings
-from shoal.engine.door import Door
-from shoal.engine.engine import Listener, ignore
+from shoal.engine.engine import Listener
 from shoal.engine.ground import Arranged, Ground
 from shoal.engine.log import LIMIT_BYTES, Log
 from shoal.engine.ways import TRY_SECONDS, Blocked, no_way, ways_to_try
-from shoal.engine.wire import Line, Refused
 from shoal.spec.errors import UserError
 from shoal.spec.job import Seat, WorkerExit, WorkerSpec
 from shoal.spec.system import SystemSample
@@ -28,10 +23,6 @@ from shoal.spec.system import SystemSample
 if TYPE_CHECKING:
     from shoal.engine.stacks import Stack
 
-SILENT_SECONDS = LEASE_SECONDS + 2.0
-"""After so long a silence an agent has killed its workers, if it could not be heard because it could not hear."""
-ORPHANED_SECONDS = 0.3
-"""So long after an agent hung up its workers are dead. Where it was killed, its guard hangs up, after them."""
 REPLY_SECONDS = 20.0
 STACKS_SECONDS = 1.0
 STOP_SECONDS = 4.0
@@ -49,49 +40,20 @@ MAX_LATE_BYTES = 32 << 20
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Agent:
-    """One that has proved itself. `berth` is None until it has said hello; `lost_at` is set when it hung up."""
-
-    line: Line
-    heard_at: float
-    berth: Berth | None = None
-    is_watched_for_room: bool = False
-    lost_at: float | None = None
-    clock: ClockReadings = field(default_factory=ClockReadings)
-
-    @property
-    def name(self) -> str:
-        return self.berth.agent if self.berth is not None else ""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
 class _Worker:
     """One worker that runs, as far as is known here."""
 
     rank: int
     pid: int
-    agent: _Agent
+    agent: AgentLine
     slot: Slot
     log: Log
     num_unread: int = 0
     is_deaf: bool = False
 
 
-@dataclass(slots=True)
-class _Reply:
-    """What agents answer to one question; `waiting` are those that have not."""
-
-    waiting: set[str]
-    values: list[Any] = field(default_factory=list)
-    refusal: tuple[str, str, str] | None = None
-
-
 class Fleet:
-    """The engine for many machines. Nothing happens between calls, but for what agents do by themselves.
-
-    A thread lets agents know that this process lives: it may be kept from polling for as long as it likes, by a
-    terminal that is held or a disk that is slow. One that is stopped as a whole loses its workers.
-    """
+    """The engine for many machines. Nothing happens between calls, but for what agents do by themselves."""
 
     def __init__(
         self,
@@ -105,9 +67,7 @@ class Fleet:
         """`should_stop` is asked while machines are waited for; True there raises KeyboardInterrupt."""
         self._ground, self._listener, self._num_slots = ground, listener or Listener(), num_slots
         self._wake_fds, self._should_stop = wake_fds, should_stop
-        self._selector: selectors.BaseSelector | None = None
-        self._door: Door | None = None
-        self._agents: list[_Agent] = []
+        self._agents = Agents(self._act, self._listener.problem)
         self._workers: dict[int, _Worker] = {}
         self._slots: dict[int, Slot] = {}
         self._seats: dict[int, Seat] = {}
@@ -117,13 +77,10 @@ class Fleet:
         self._given_up: set[str] = set()
         self._is_elastic = self._is_gathered = self._has_started = False
         self._is_listening = False
-        self._late: list[tuple[_Agent, list[Any]]] = []
+        self._late: list[tuple[AgentLine, list[Any]]] = []
         self._looks: dict[str, str] = {}
         self._num_late_bytes = 0
-        self._is_closed = threading.Event()
         self._exits: list[WorkerExit] = []
-        self._replies: dict[int, _Reply] = {}
-        self._num_asked = 0
         self._ground_due = 0.0
 
     # Machines.
@@ -161,15 +118,15 @@ class Fleet:
         used = {slot.agent for slot in slots}
         by_address = {berth.address: berth for berth in self._berths() if berth.agent in used}
         ways = ways_to_try([(berth.address, berth.bell) for berth in by_address.values()], self._known)
-        reply, number = self._new_question([by_address[address].agent for address in ways])
+        reply, number = self._agents.new_question([by_address[address].agent for address in ways])
         for address, places in ways.items():
-            if (agent := self._find(by_address[address].agent)) is not None:
-                self._send(agent, ["try", number, places])
-        self._await_reply(number, TRY_SECONDS + 2.0)
+            if (agent := self._agents.find(by_address[address].agent)) is not None:
+                self._agents.send(agent, ["try", number, places])
+        self._agents.await_reply(number, TRY_SECONDS + 2.0, self._wait)
         if blocked := [Blocked(start=s, end=e, port=p, why=why) for told in reply.values for s, e, p, why in told]:
             for agent in [each for each in self._agents if each.berth and each.berth.address not in self._known]:
                 if self._has_started:  # they take no part now, and are asked for again later
-                    self._hang_up(agent, EOFError())
+                    self._agents.hang_up(agent, EOFError())
             raise no_way(blocked)
         self._known |= by_address.keys()
 
@@ -191,7 +148,7 @@ class Fleet:
 
     def _berths(self) -> list[Berth]:
         """Where workers may be."""
-        present = [agent.berth for agent in self._agents if agent.berth is not None and agent.lost_at is None]
+        present = [agent.berth for agent in self._agents.present if agent.berth is not None]
         return [berth for berth in present if berth.agent not in self._spare]
 
     def arrange(self, nodes: Mapping[str, int]) -> frozenset[int]:
@@ -211,9 +168,8 @@ class Fleet:
         used = {worker.slot.agent for worker in self._workers.values()}
         for name in self._spare - used:
             for agent in [agent for agent in self._agents if agent.name == name]:
-                self._send(agent, ["end"])
-                self._hang_up(agent, EOFError())
-                self._agents.remove(agent)
+                self._agents.dismiss(agent)
+                self._agents.forget(agent)
             self._spare.discard(name)
             self._given_up.add(name)
             assert isinstance(self._ground, Arranged)
@@ -221,24 +177,9 @@ class Fleet:
 
     def _open(self, least: int) -> None:
         """Let agents in, and have them come."""
-        if self._selector is not None:
-            return
-        self._selector = selectors.DefaultSelector()
-        for fd in self._wake_fds:
-            self._selector.register(fd, selectors.EVENT_READ, ignore)
-        self._door = Door(self._selector, self._ground.host, self._add_agent, self._listener.problem)
-        self._is_closed.clear()
-        threading.Thread(target=self._keep_beating, name="shoal beats", daemon=True).start()
-        self._num_slots = self._ground.open(self._door.invitation, self._num_slots, least)
-
-    def _keep_beating(self) -> None:
-        """Runs in a thread of its own, and touches nothing but lines."""
-        while not self._is_closed.wait(BEAT_SECONDS):
-            for agent in list(self._agents):
-                with contextlib.suppress(OSError):  # whoever reads from it hears of its end
-                    if agent.lost_at is None:
-                        agent.line.put(["beat", time.monotonic()])
-                        agent.line.flush()
+        if not self._agents.is_open:
+            invitation = self._agents.open(self._ground.host, self._wake_fds)
+            self._num_slots = self._ground.open(invitation, self._num_slots, least)
 
     def _await_room(self, least: int) -> None:
         """Wait until there are slots for all workers there may ever be, or for enough and no more come soon."""
@@ -254,14 +195,8 @@ class Fleet:
                 return
             if now > told_at:
                 told_at += WORD_SECONDS
-                self._listener.problem(f"waiting for machines: {self._ground.waiting_for()}")
-
-    def _add_agent(self, line: Line) -> None:
-        """Somebody has proved to be an agent of ours."""
-        assert self._selector is not None
-        agent = _Agent(line=line, heard_at=time.monotonic())
-        self._agents.append(agent)
-        self._selector.register(line, selectors.EVENT_READ, partial(self._hear, agent))
+                missing = self._ground.waiting_for([agent.name for agent in self._agents.present])
+                self._listener.problem(f"waiting for machines: {missing}")
 
     # Workers.
 
@@ -270,17 +205,17 @@ class Fleet:
         by_agent: dict[str, list[WorkerSpec]] = {}
         for spec in workers:
             by_agent.setdefault(self._slots[spec.rank].agent, []).append(spec)
-        agents = {name: agent for name in by_agent if (agent := self._find(name)) is not None}
+        agents = {name: agent for name in by_agent if (agent := self._agents.find(name)) is not None}
         if gone := set(by_agent) - set(agents):
             raise _lost_on_the_way(by_agent[gone.pop()][0].rank)
         logs = self._open_logs(workers)
-        reply, number = self._new_question(by_agent)
+        reply, number = self._agents.new_question(by_agent)
         for name, agent in agents.items():
             agent.line.put(["start", number, [asdict(spec) for spec in by_agent[name]]])
         for spec in workers:  # what they say may come before all of them have answered
             agent, slot = agents[self._slots[spec.rank].agent], self._slots[spec.rank]
             self._workers[spec.rank] = _Worker(rank=spec.rank, pid=0, agent=agent, slot=slot, log=logs[spec.rank])
-        self._await_reply(number, REPLY_SECONDS)
+        self._agents.await_reply(number, REPLY_SECONDS, self._wait)
         for rank, pid in [item for pids in reply.values for item in pids.items()]:
             if int(rank) in self._workers:
                 self._workers[int(rank)].pid = pid
@@ -350,31 +285,31 @@ class Fleet:
         if worker is None or worker.is_deaf or worker.num_unread + len(line) > MAX_UNREAD_BYTES:
             return False
         worker.num_unread += len(line)
-        self._send(worker.agent, ["tell", rank, line])
+        self._agents.send(worker.agent, ["tell", rank, line])
         return True
 
     def kill(self, rank: int) -> bool:
         worker = self._workers.get(rank)
         if worker is None:
             return False
-        self._send(worker.agent, ["kill", rank])
+        self._agents.send(worker.agent, ["kill", rank])
         return True
 
     def signal(self, number: int, rank: int | None = None) -> None:
         for agent in self._agents:
             if rank is None or (rank in self._workers and self._workers[rank].agent is agent):
-                self._send(agent, ["signal", int(number), rank])
+                self._agents.send(agent, ["signal", int(number), rank])
 
     def keep_spare(self, spec: WorkerSpec) -> bool:
         for agent in {id(worker.agent): worker.agent for worker in self._workers.values()}.values():
-            self._send(agent, ["spare", asdict(spec)])
+            self._agents.send(agent, ["spare", asdict(spec)])
         return bool(self._workers)
 
     def take_stacks(self, run_dir: str, reason: str, working_dir: str) -> "dict[int, Stack]":
         from shoal.engine.stacks import Stack, keep_text
 
-        reply, number = self._ask_all("stacks", run_dir, reason, working_dir)
-        self._await_reply(number, STACKS_SECONDS)
+        reply, number = self._agents.ask_all("stacks", run_dir, reason, working_dir)
+        self._agents.await_reply(number, STACKS_SECONDS, self._wait)
         taken = [Stack(**facts) for answer in reply.values for facts in answer]
         return {stack.rank: keep_text(stack) for stack in taken if stack.rank in self._workers}
 
@@ -382,9 +317,9 @@ class Fleet:
         self._looks = {word: run_dir}
         for agent in self._agents:
             if mine := [rank for rank in ranks if rank in self._workers and self._workers[rank].agent is agent]:
-                self._send(agent, ["look", word, mine])
+                self._agents.send(agent, ["look", word, mine])
 
-    def _keep_look(self, agent: _Agent, word: str, facts: dict[str, Any]) -> None:
+    def _keep_look(self, agent: AgentLine, word: str, facts: dict[str, Any]) -> None:
         from shoal.engine.native import Look, write_look
 
         look = msgspec.convert(facts, Look)
@@ -397,42 +332,28 @@ class Fleet:
         return {rank: worker.pid for rank, worker in self._workers.items()}
 
     def stop(self, grace_seconds: float) -> None:
-        if self._selector is None:
+        if not self._agents.is_open:
             return
         with self._listening():
-            reply, number = self._ask_all("stop", grace_seconds)
-            self._await_reply(number, grace_seconds + STOP_SECONDS)
+            reply, number = self._agents.ask_all("stop", grace_seconds)
+            self._agents.await_reply(number, grace_seconds + STOP_SECONDS, self._wait)
             for agent in [agent for agent in self._agents if agent.name in reply.waiting]:
                 self._lose(agent)
             for rank in list(self._workers):
                 self._bury(rank, -signal.SIGKILL)
 
     def close(self) -> None:
-        if self._selector is None:
-            return
-        self._is_closed.set()
-        for agent in self._agents:
-            with contextlib.suppress(OSError):
-                agent.line.put(["end"])
-                agent.line.flush()
-            agent.line.close()
-        self._agents.clear()
-        if self._door is not None:
-            self._door.close()
-        self._selector.close()
-        self._selector = None
-        self._ground.close()
+        if self._agents.is_open:
+            self._agents.close()
+            self._ground.close()
 
     # What agents say.
 
     def _wait(self, timeout_seconds: float) -> None:
-        if self._selector is None:
+        if not self._agents.is_open:
             return
-        pending = any(agent.lost_at is not None for agent in self._agents)
-        most = min(timeout_seconds, BEAT_SECONDS, 0.05 if pending else timeout_seconds)
-        for key, _ in self._selector.select(max(0.0, most)):
-            key.data()
-        self._look_at_silence()
+        self._agents.wait(timeout_seconds)
+        self._look_at_losses()
         if self._spare:
             self._give_up_spare()
         if self._is_gathered and time.monotonic() >= self._ground_due:
@@ -448,42 +369,7 @@ class Fleet:
                 self._told.add(text)
                 self._listener.problem(text)
 
-    def _send(self, agent: _Agent, message: list[Any]) -> None:
-        """Send without ever waiting; what the network does not take now goes when it does."""
-        if agent.lost_at is not None:
-            return
-        agent.line.put(message)
-        self._flush(agent)
-
-    def _flush(self, agent: _Agent) -> None:
-        assert self._selector is not None
-        if agent.lost_at is not None:
-            return
-        try:
-            is_waiting = agent.line.flush()
-        except OSError as error:
-            self._hang_up(agent, error)
-            return
-        if is_waiting != agent.is_watched_for_room:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_waiting else 0)
-            self._selector.modify(agent.line, events, partial(self._hear, agent))
-            agent.is_watched_for_room = is_waiting
-
-    def _hear(self, agent: _Agent) -> None:
-        if agent.is_watched_for_room:
-            self._flush(agent)
-        heard = agent.line.num_heard_bytes
-        try:
-            messages = agent.line.receive() if agent.lost_at is None else []
-        except (OSError, EOFError, Refused) as error:
-            self._hang_up(agent, error)
-            return
-        if agent.line.num_heard_bytes > heard:
-            agent.heard_at = time.monotonic()
-        for message in messages:
-            self._act(agent, *message)
-
-    def _act(self, agent: _Agent, kind: str, *facts: Any, is_late: bool = False) -> None:
+    def _act(self, agent: AgentLine, kind: str, *facts: Any, is_late: bool = False) -> None:
         match kind:
             case "hello":
                 self._welcome(agent, facts[0])
@@ -494,7 +380,7 @@ class Fleet:
                 if worker is not None and worker.agent is agent:
                     self._act_for(worker, kind, *facts[1:])
             case "started" | "stacks" | "tried" | "stopped" | "refused":
-                self._answer(agent, kind, *facts)
+                self._agents.answer(agent, kind, *facts)
             case "clock":
                 self._read_clock(agent, *facts)
             case "look":
@@ -505,13 +391,13 @@ class Fleet:
             case "problem":
                 self._listener.problem(f"{agent.name}: {facts[0]}")
 
-    def _read_clock(self, agent: _Agent, asked_at: float, theirs: float) -> None:
+    def _read_clock(self, agent: AgentLine, asked_at: float, theirs: float) -> None:
         agent.clock.add(time.monotonic() - asked_at, theirs, time.time())
         ranks = sorted(rank for rank, worker in self._workers.items() if worker.agent is agent)
         if agent.berth is not None and (news := agent.clock.news(agent.berth.node, ranks)) is not None:
             self._listener.clock(news)
 
-    def _put_off(self, agent: _Agent, message: list[Any]) -> None:
+    def _put_off(self, agent: AgentLine, message: list[Any]) -> None:
         """Nobody listens now. Who prints very much meanwhile is heard all the same: memory is not for that."""
         self._late.append((agent, message))
         self._num_late_bytes += len(message[2]) if message[0] == "output" else 0
@@ -531,18 +417,17 @@ class Fleet:
                 worker.num_unread -= facts[0]
                 worker.is_deaf |= not facts[1]
 
-    def _welcome(self, agent: _Agent, facts: Mapping[str, Any]) -> None:
+    def _welcome(self, agent: AgentLine, facts: Mapping[str, Any]) -> None:
         try:
             check_versions(facts["node"] or facts["host"], facts["versions"], versions())
         except UserError as error:
             if not self._is_gathered:
                 raise
             self._listener.problem(f"{error.message} It takes no part.")
-            self._hang_up(agent, EOFError())
+            self._agents.hang_up(agent, EOFError())
             return
         if facts["name"] in self._given_up:  # it was on its way
-            self._send(agent, ["end"])
-            self._hang_up(agent, EOFError())
+            self._agents.dismiss(agent)
             return
         agent.berth = Berth(
             agent=facts["name"],
@@ -558,90 +443,37 @@ class Fleet:
             bell=facts["bell"],
         )
         for other in [each for each in self._agents if each is not agent and each.name == agent.name]:
-            self._hang_up(other, EOFError())  # one that comes in its place knows that it is gone, or will be
-
-    def _answer(self, agent: _Agent, kind: str, number: int, *facts: Any) -> None:
-        reply = self._replies.get(number)
-        if reply is None:
-            return
-        reply.waiting.discard(agent.name)
-        if kind == "refused":
-            reply.refusal = facts[0], facts[1], facts[2]
-        elif facts:
-            reply.values.append(facts[0])
-
-    # Questions.
-
-    def _new_question(self, agents: Sequence[str] | Mapping[str, Any]) -> tuple[_Reply, int]:
-        self._num_asked += 1
-        reply = self._replies[self._num_asked] = _Reply(set(agents))
-        return reply, self._num_asked
-
-    def _ask_all(self, kind: str, *facts: Any) -> tuple[_Reply, int]:
-        present = [agent for agent in self._agents if agent.berth is not None and agent.lost_at is None]
-        reply, number = self._new_question([agent.name for agent in present])
-        for agent in present:
-            self._send(agent, [kind, number, *facts])
-        return reply, number
-
-    def _await_reply(self, number: int, seconds: float) -> None:
-        reply, deadline = self._replies[number], time.monotonic() + seconds
-        while reply.waiting and time.monotonic() < deadline:
-            for agent in self._agents:
-                self._flush(agent)
-            self._wait(min(0.1, seconds))
-            if reply.waiting - {agent.name for agent in self._agents if agent.lost_at is None}:
-                break  # one of them was lost, and will not answer
-        del self._replies[number]
+            self._agents.hang_up(other, EOFError())  # one that comes in its place knows that it is gone, or will be
 
     # Losses.
 
-    def _find(self, name: str) -> _Agent | None:
-        return next((agent for agent in self._agents if agent.name == name and agent.lost_at is None), None)
-
-    def _hang_up(self, agent: _Agent, error: Exception) -> None:
-        """An agent is gone, or cannot be reached. Its workers count as ended when they must have.
-
-        Where its machine says that it is gone, that is in a moment. Where only the way there is broken, it has to
-        find out by the silence.
-        """
-        assert self._selector is not None
-        if agent.lost_at is None:
-            agent.lost_at = time.monotonic() + ORPHANED_SECONDS
-            if not isinstance(error, (EOFError, ConnectionError)):
-                agent.lost_at = max(agent.lost_at, agent.heard_at + SILENT_SECONDS)
-            self._selector.unregister(agent.line)
-            agent.line.close()
-
-    def _look_at_silence(self) -> None:
+    def _look_at_losses(self) -> None:
         now = time.monotonic()
-        if self._door is not None:
-            self._door.turn_away_slow(now)
-        for agent in list(self._agents):
-            if agent.lost_at is None and now - agent.heard_at > SILENT_SECONDS:
-                self._hang_up(agent, TimeoutError())
+        for agent in self._agents:
             is_idle = all(worker.agent is not agent for worker in self._workers.values())
             if agent.lost_at is not None and now >= agent.lost_at and (self._is_listening or is_idle):
                 self._lose(agent)
 
-    def _lose(self, agent: _Agent) -> None:
-        self._hang_up(agent, TimeoutError())
-        self._agents.remove(agent)
+    def _lose(self, agent: AgentLine) -> None:
+        self._agents.hang_up(agent, TimeoutError())
+        self._agents.forget(agent)
+        machine = f"{agent.berth.node} ({agent.berth.address})" if agent.berth is not None else ""
         for rank in [rank for rank, worker in self._workers.items() if worker.agent is agent]:
-            self._bury(rank, -signal.SIGKILL)
-        if agent.berth is not None and self._find(agent.name) is None:
-            self._listener.problem(f"lost {agent.berth.node} ({agent.berth.address})")
+            self._bury(rank, -signal.SIGKILL, machine=machine)
+        if agent.berth is not None and self._agents.find(agent.name) is None:
+            self._listener.problem(f"lost {machine}")
             if agent.name not in self._spare:
                 self._ground.replace(agent.name)
 
-    def _bury(self, rank: int, code: int | None, result: bytes | None = None) -> None:
+    def _bury(self, rank: int, code: int | None, result: bytes | None = None, machine: str = "") -> None:
         """A worker has ended; without a code, nobody is told."""
         worker = self._workers.pop(rank, None)
         if worker is None:
             return
         worker.log.close()
         if code is not None:
-            self._exits.append(WorkerExit(rank=rank, code=code, time=time.time(), result=result))
+            end = WorkerExit(rank=rank, code=code, time=time.time(), result=result, machine=machine)
+            self._exits.append(end)
 
 
 def _no_room(rank: int) -> UserError:

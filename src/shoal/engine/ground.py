@@ -31,8 +31,8 @@ class Ground(Protocol):
         """
         ...
 
-    def waiting_for(self) -> str:
-        """Why not all agents are there yet, in a few words. May ask others, and take its time."""
+    def waiting_for(self, present: Collection[str]) -> str:
+        """Why not all agents are there yet, but these, in a few words. May ask others, and take its time."""
         ...
 
     def replace(self, agent: str) -> None:

@@ -7,7 +7,7 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
@@ -129,7 +129,7 @@ class HostsGround:
         waited = [each for each in self._started if each.process is not None and now - each.since > seconds]
         return [each.host.name for each in waited if not _has_come(each)]
 
-    def waiting_for(self) -> str:
+    def waiting_for(self, present: Collection[str]) -> str:
         waiting = [each.host.name for each in self._started if each.process is None] + self._late(COME_SECONDS)
         if not waiting:
             return "agents are starting"

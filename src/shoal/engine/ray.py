@@ -32,6 +32,8 @@ GROWTH_PATIENCE_SECONDS = 600.0
 STATUS_KEY, ALONE = "__autoscaling_status", "node_"
 """Where Ray's autoscaler writes down how it goes, and what the types of nodes begin with that it did not start."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+LATE_SECONDS = 7.0
+"""When it is said what may keep an agent from coming, though Ray has a place for it."""
 COPIES = "working_dir_files"
 ON_NODE = 0.001
 """Of what each machine has one of, named after its address: whoever asks for some of it is put on that machine."""
@@ -237,6 +239,7 @@ class RayGround:
         self._least = 0
         self._grow_until: float | None = None
         self._look_due = 0.0
+        self._waits_since: dict[bool, float] = {}
         self._shipped = shipped_folder(_here())
 
     def open(self, invitation: Invitation, num_slots: int, least: int) -> int:
@@ -424,6 +427,12 @@ class RayGround:
             return cause if isinstance(cause, UserError) else _cannot_import(str(error))
         return None
 
+    def _address_of(self, slot: _Slot) -> str:
+        """The machine on which Ray has put its place."""
+        placed = self._ray.util.placement_group_table(slot.group)["bundles_to_node_id"].get(slot.index)
+        found = (node["NodeManagerAddress"] for node in self._ray.nodes() if node["NodeID"] == placed)
+        return next(found, "a machine that is gone")
+
     def _ask_for_machines(self, count: int) -> None:
         """Let a cluster that grows by itself know at once how many there will be; with 0, that none are needed."""
         from ray.autoscaler.sdk import request_resources
@@ -431,11 +440,23 @@ class RayGround:
         labels = [dict(self._request.labels)] * count if self._request.labels else None
         request_resources(bundles=[self._request.bundle] * count, bundle_label_selectors=labels)
 
-    def waiting_for(self) -> str:
-        if all(group.wait(0) for group in self._groups):
-            return "agents are starting"
+    def waiting_for(self, present: Collection[str]) -> str:
+        missing = [slot for slot in self._slots if str(slot.number) not in present and not slot.is_given_up]
+        is_placed = all(group.wait(0) for group in self._groups)
+        seconds = time.monotonic() - self._waits_since.setdefault(is_placed, time.monotonic())
+        head = self._ray.get_runtime_context().gcs_address
+        if is_placed:
+            told = f"agents are starting on {', '.join(sorted(set(map(self._address_of, missing))))}"
+            if seconds < LATE_SECONDS:
+                return told
+            why = f"that machine is slow, or a firewall keeps Ray's processes there from those of {head}, Ray's head"
+            return f"{told} for {seconds:.0f} s: {why}"
         free = self._ray.available_resources()
         told = f"each worker needs {_tell(self._request.bundle)}; free in the cluster: {_tell(free) or 'nothing'}"
+        has_room = all(free.get(name, 0.0) >= each * len(missing) for name, each in self._request.bundle.items())
+        if has_room and seconds > LATE_SECONDS:
+            why = f"machines have too little each, or a firewall is between one of them and {head}, Ray's head"
+            told = f"{told}. Ray gives them no places, for {seconds:.0f} s: {why}"
         if self._grow_until is None:
             return told
         left = max(0.0, self._grow_until - time.monotonic())

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any
@@ -247,7 +247,7 @@ class SparkGround:
                     self._submit(slot)
         return kept_away
 
-    def waiting_for(self) -> str:
+    def waiting_for(self, present: Collection[str]) -> str:
         with _spark_may_be_gone():
             slots = self._num_slots()
         if slots < len(self._slots):

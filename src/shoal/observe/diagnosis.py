@@ -7,6 +7,7 @@ from shoal.observe.clean import one_line
 
 CAUSES = {
     "dead": "is dead",
+    "lost_machine": "was lost with its machine",
     "failed": "failed",
     "frozen": "is frozen",
     "hung": "hangs",

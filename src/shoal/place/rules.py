@@ -24,7 +24,7 @@ from shoal.place.decision import Decision, Wait
 from shoal.place.draft import Draft, Held, Use, draft_of
 from shoal.place.fit import Spots, could_ever_fit, zones_of
 from shoal.place.space import Need, Space
-from shoal.place.waiting import KEPT, estimate_starts, explain_room
+from shoal.place.waiting import KEPT, TOO_LARGE, TOO_LARGE_AT_HOME, estimate_starts, explain_room
 
 CLASS_RANK = {name: number for number, name in enumerate(CLASSES)}
 MAX_DOUBLINGS = 24
@@ -415,7 +415,7 @@ class Walk:
             home, lent = zones_of(job, draft.partitions)
             reason = explain_room(draft, job, lent, self.kept_for)
             if never is not None and not reason.startswith(KEPT):
-                where = "it can never start" if home == lent else "it can run only where others lend"
+                where = TOO_LARGE if home == lent else TOO_LARGE_AT_HOME
                 reason = f"{where}: {never.message}"
             shared[key] = reason
         return shared[key]

@@ -10,6 +10,8 @@ from shoal.place.fit import describe
 from shoal.place.space import Need
 
 KEPT = "room is kept for job "
+NEEDS = "needs "
+TOO_LARGE, TOO_LARGE_AT_HOME = "it can never start", "it can run only where others lend"
 SHORT_OF_MEMORY = "memory is in use"
 WORDS = {"cores": "cores", "memory": "memory", "disk": "disk", "gpu": "GPUs"}
 
@@ -23,7 +25,7 @@ def explain_room(draft: Draft, job: Queued, zone: frozenset[str], kept_for: str)
     if fits >= job.min_workers:
         return f"{KEPT}{kept_for}, which has waited longest" if kept_for else "it starts next"
     has = f", room for {fits} now" if job.min_workers > 1 else ""
-    return f"needs {wants}{has}: {_short_of(draft, need, zone, fits)}"
+    return f"{NEEDS}{wants}{has}: {_short_of(draft, need, zone, fits)}"
 
 
 def _short_of(draft: Draft, need: Need, zone: frozenset[str], fits: int) -> str:
@@ -49,6 +51,11 @@ def _short_of(draft: Draft, need: Need, zone: frozenset[str], fits: int) -> str:
     if short == ["memory"]:
         return SHORT_OF_MEMORY
     return f"{' and '.join(short)} {'are' if short[-1] in ('cores', 'GPUs') or len(short) > 1 else 'is'} in use"
+
+
+def waits_for_room(wait: Wait) -> bool:
+    """Whether more nodes would help it: nothing else stands in its way."""
+    return wait.why.startswith((NEEDS, TOO_LARGE, TOO_LARGE_AT_HOME))
 
 
 def waits_for_memory(wait: Wait) -> bool:

@@ -12,7 +12,7 @@ INDEX = "SHOAL_ARRAY_INDEX"
 def orders_for(job: Job, settings: Settings, engine: str, addresses: Mapping[str, str]) -> Orders:
     """The same job and token give the same orders, before and after a crash. `addresses` are those of its nodes."""
     asked = job.asked
-    args = asked.run_args if engine == "local" else (*_on_ray(job, addresses), *asked.run_args)
+    args = asked.run_args if engine == "local" else (*_on_ray(job, settings, addresses), *asked.run_args)
     limit = asked.time_limit_seconds
     return Orders(
         job=str(job.number),
@@ -45,7 +45,7 @@ def places_of(allocation: Mapping[str, int], addresses: Mapping[str, str]) -> di
     return {addresses.get(name, name): workers for name, workers in allocation.items()}
 
 
-def _on_ray(job: Job, addresses: Mapping[str, str]) -> tuple[str, ...]:
+def _on_ray(job: Job, settings: Settings, addresses: Mapping[str, str]) -> tuple[str, ...]:
     """What Ray is asked for: what each worker needs, on the machines that were chosen for them and on no others."""
     asked = job.asked
     places = places_of(job.allocation, addresses)
@@ -58,4 +58,5 @@ def _on_ray(job: Job, addresses: Mapping[str, str]) -> tuple[str, ...]:
     each = [part for name, value in options.items() for part in ("-o", f"{name}={value}")]
     # The launcher has these, and its workers are elsewhere. Values may be secrets, and commands are seen by all.
     passed_on = [f"--env={name}" for name in env_of(job)]
-    return ("--engine", "ray", "--threads", str(max(1, int(asked.cores))), *passed_on, *each)
+    there = ("--address", settings.ray_address) if settings.ray_address else ()
+    return ("--engine", "ray", *there, "--threads", str(max(1, int(asked.cores))), *passed_on, *each)

@@ -8,8 +8,9 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from shoal.place.cluster import Node, Queued
-from shoal.service import acts, transitions
+from shoal.place.cluster import Cluster, Node, Queued
+from shoal.place.decision import Wait
+from shoal.service import acts, growing, transitions
 from shoal.service.briefing import orders_for, places_of
 from shoal.service.deciding import (
     Promise,
@@ -66,6 +67,7 @@ class Dispatcher:
         self._told: dict[tuple[int, int], tuple[str, int, Mapping[str, int]]] = {}
         self._started: dict[tuple[int, int], float] = {}
         self._promised: dict[int, Promise] = {}
+        self._hope = growing.Hope()
         self._changes_seen = -1
         self._decide_at = 0.0
         self._accrue_at = 0.0
@@ -76,7 +78,7 @@ class Dispatcher:
         self._thread = threading.Thread(target=self._run, name="shoal-dispatcher", daemon=True)
 
     def start(self) -> None:
-        self._shared.machines = self._machines.now()
+        self._shared.machines = self._machines.now(self._shared.settings.ray_address)
         self._learner.start()
         self._thread.start()
 
@@ -86,6 +88,7 @@ class Dispatcher:
         self._shared.woken.set()
         self._thread.join(timeout=30.0)
         self._learner.close()
+        self._machines.close()
 
     def _run(self) -> None:
         while not self._is_over:
@@ -103,7 +106,7 @@ class Dispatcher:
     def turn(self) -> None:
         """Look at everything once, and decide where something has changed."""
         self._read_settings()
-        self._shared.machines = self._machines.now()
+        self._shared.machines = self._machines.now(self._shared.settings.ray_address)
         self._problem("nodes", self._machines.problem)
         self._look()
         now = time.monotonic()
@@ -269,9 +272,20 @@ class Dispatcher:
         policy = POLICIES[settings.policy]
         decisions, lowers = reclaim(cluster, policy(cluster), self._peaks(jobs), policy)
         todo, waits, self._promised = can_do(decisions, jobs, nodes, people, promised, now, lowers)
-        shared.waits = explain_waits(waits, cluster)
+        shared.waits = self._hope_for_more(cluster, explain_waits(waits, cluster), now)
         for each in todo:
             self._do(each)
+
+    def _hope_for_more(self, cluster: Cluster, waits: Mapping[int, Wait], now: float) -> Mapping[int, Wait]:
+        """Have a cluster that grows asked for what jobs that wait lack; returns the reasons with that in them."""
+        growth, machines = self._shared.settings.growth, self._machines
+        if not growth or not machines.present:
+            return waits
+        wanted = growing.find_wanted(cluster, waits, growth, machines.groups)
+        self._hope = growing.go_on(self._hope, wanted, now)
+        is_asked = self._hope.is_asked(now)
+        machines.hope_for(growing.bundles_of(wanted, growth, machines.present) if is_asked else [])
+        return growing.tell_waits(waits, self._hope, growth, now)
 
     def _peaks(self, jobs: Mapping[int, Job]) -> dict[str, int]:
         """The most that one worker of a job has used, where that is known and the job may be asked for memory."""

@@ -1,30 +1,40 @@
 """The machines there are: this one, or all of the cluster of which this one is the first."""
 
+import contextlib
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from shoal.cluster.ask_ray import ask_ray
+from shoal.cluster.ask_ray import ask_other, ask_ray
 from shoal.cluster.links import read_links
 from shoal.cluster.listing import Node as Machine
 from shoal.cluster.listing import current_nodes
 from shoal.engine.clusters import HEAD, Cluster, cluster_folder, is_running, read_cluster
 from shoal.place.cluster import Node
+from shoal.service.growing import Bundle
 from shoal.spec.errors import ShoalError
 
 HERE_SECONDS = 30.0
 RAY_SECONDS = 20.0
+GROWTH_SECONDS = 5.0
+"""How often Ray is asked while machines are to come."""
 
 
 class Machines:
     """Asks again now and then. Ray is asked in a thread: its answer takes a second or two, and may never come.
 
-    `addresses` are those of the machines of a cluster, by name.
+    `addresses` are those of the machines of a cluster, by name. Of one that others began, `groups` counts those that
+    an autoscaler made, by group. `present` is what each of them has, and the first one; nothing until that is known.
     """
 
     def __init__(self, here: Callable[[], Node]) -> None:
         self._here = here
+        self._address = ""
+        self._bundles: list[dict[str, float]] | None = None
+        self._told: list[dict[str, float]] | None = None
+        self.groups: Mapping[str, int] = {}
+        self.present: Sequence[Bundle] = ()
         self._nodes: tuple[Node, ...] = ()
         self._looked_at = -1e9
         self._asking: threading.Thread | None = None
@@ -33,12 +43,22 @@ class Machines:
         self.engine = "local"
         self.problem = ""
 
-    def now(self) -> tuple[Node, ...]:
-        """The machines as they were when last looked at; the first look takes as long as it takes."""
+    def now(self, address: str = "") -> tuple[Node, ...]:
+        """The machines as they were when last looked at; the first look takes as long as it takes.
+
+        With an address they are those of the Ray cluster there, else of the one that was begun here, if one was.
+        """
         is_busy = self._asking is not None and self._asking.is_alive()
-        due = RAY_SECONDS if self.engine == "ray" else HERE_SECONDS
+        due = GROWTH_SECONDS if self._bundles else RAY_SECONDS if self.engine == "ray" else HERE_SECONDS
+        if address != self._address or self._bundles != self._told:
+            due = 0.0
         if not is_busy and time.monotonic() >= self._looked_at + due:
-            self._looked_at = time.monotonic()
+            self._looked_at, self._address = time.monotonic(), address
+            if address:
+                self.engine = "ray"
+                self._asking = threading.Thread(target=self._ask_other, args=(address,), daemon=True)
+                self._asking.start()
+                return self._nodes
             cluster = read_cluster(cluster_folder())
             if cluster is None or cluster.role != HEAD or not is_running(cluster):
                 self._nodes, self.engine, self.links, self.problem = (self._here(),), "local", {}, ""
@@ -49,6 +69,16 @@ class Machines:
                 self._asking.start()
         return self._nodes
 
+    def hope_for(self, bundles: list[dict[str, float]]) -> None:
+        """What the cluster is to be asked for from now on: again with every look, for others overwrite it."""
+        self._bundles = bundles
+
+    def close(self) -> None:
+        """Ask for nothing any more."""
+        if self._told:
+            with contextlib.suppress(ShoalError):
+                ask_other(self._address, [])
+
     def _ask(self, cluster: Cluster) -> None:
         try:
             found = current_nodes(ask_ray(cluster, "nodes"))
@@ -57,6 +87,26 @@ class Machines:
             # What was known stays: a head that is slow to answer is not a cluster without nodes.
             self.problem = f"{error.message} {error.why}"
             return
+        self._take(found)
+        self.links = {(link.first, link.second): link.rate for link in known[0]} if known else {}
+
+    def _ask_other(self, address: str) -> None:
+        bundles = self._bundles
+        try:
+            answer = ask_other(address, bundles if bundles or bundles != self._told else None)
+        except ShoalError as error:
+            self.problem = f"{error.message} {error.why}"
+            return
+        self._told = bundles
+        alive = [each for each in answer if each["is_alive"]]
+        self.groups = Counter(each["group"] for each in alive if each["group"])
+        self.present = [
+            {"CPU": each["cores"], "GPU": each["gpus"]} for each in alive if each["group"] or each["is_head"]
+        ]
+        self._take(current_nodes(answer))
+        self.links = {}
+
+    def _take(self, found: Sequence[Machine]) -> None:
         named = name_each([node for node in found if node.is_alive])
         self.addresses = {name: node.address for name, node in named.items()}
         self._nodes = tuple(
@@ -69,7 +119,6 @@ class Machines:
             )
             for name, node in named.items()
         )
-        self.links = {(link.first, link.second): link.rate for link in known[0]} if known else {}
         self.problem = ""
 
 

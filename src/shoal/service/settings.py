@@ -9,10 +9,13 @@ from typing import Any
 
 from shoal.engine.fit import parse_bytes
 from shoal.place.cluster import CLASSES, Node, Partition
+from shoal.service.growing import Growth
 from shoal.spec.errors import UserError
 from shoal.verb_parser import unknown
 
 FILE = "service.toml"
+MOST_GROWTH = 1000
+"""A policy looks at each machine that may come."""
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
@@ -42,6 +45,8 @@ class Settings:
     partitions: Mapping[str, Partition] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
     nodes: Mapping[str, NodeLimits] = field(default_factory=dict)
+    ray_address: str = ""
+    growth: Mapping[str, Growth] = field(default_factory=dict)
 
     @property
     def partition_names(self) -> list[str]:
@@ -87,8 +92,12 @@ def parse_settings(text: str, path: str, policies: Callable[[], Mapping[str, obj
         partitions={name: _partition(name, each) for name, each in table.tables("partitions")},
         shares=table.numbers("shares"),
         nodes={name: _limits(each) for name, each in table.tables("nodes")},
+        ray_address=_ray_address(table),
+        growth={name: _growth(name, each) for name, each in table.tables("grows")},
     )
     table.check_all_read()
+    if found.growth and not found.ray_address:
+        raise table.wrong("grows", "only a Ray cluster grows: `ray` is to be its address")
     return found
 
 
@@ -122,6 +131,31 @@ def _limits(table: "_Table") -> NodeLimits:
         kind=table.text("kind", "") or None,
         holds=frozenset(os.path.normpath(path) for path in table.texts("holds", ())),
     )
+    table.check_all_read()
+    return found
+
+
+def _ray_address(table: "_Table") -> str:
+    address = table.text("ray", "")
+    host, _, port = address.rpartition(":")
+    if address and not (host and port.isascii() and port.isdecimal() and int(port) < 65536):
+        raise table.wrong("ray", "it is to be the address of a Ray cluster, HOST:PORT")
+    return address
+
+
+def _growth(name: str, table: "_Table") -> Growth:
+    memory, gpus = table.text("memory", ""), table.count("gpus") or 0
+    node = Node(
+        name=name,
+        kind=table.text("kind", "gpu" if gpus else "cpu"),
+        cores=table.number("cores", 0.0),
+        memory_bytes=parse_bytes(memory) if memory else 0,
+        gpus=gpus,
+        partition=table.text("partition", "default"),
+    )
+    found = Growth(node=node, most=table.count("most") or 0)
+    if not (node.cores or node.gpus) or not found.most or found.most > MOST_GROWTH:
+        raise table.wrong("most", f"a group of machines has cores or gpus, and `most` of 1 to {MOST_GROWTH:,}")
     table.check_all_read()
     return found
 
@@ -173,10 +207,10 @@ class _Table:
         self._read.add(name)
         value = self._values.get(name, default)
         if value is not default and (not isinstance(value, kinds) or (bool not in kinds and isinstance(value, bool))):
-            raise self._wrong(name, f"it is to be {what}")
+            raise self.wrong(name, f"it is to be {what}")
         return value
 
-    def _wrong(self, name: str, why: str) -> UserError:
+    def wrong(self, name: str, why: str) -> UserError:
         shown = f"{self._place}{name} = {self._values.get(name)!r}"[:120]
         return UserError(f"{self._path}: {shown} cannot be used.", why=why, hint="docs/service.md has an example")
 
@@ -189,13 +223,13 @@ class _Table:
     def number(self, name: str, default: float) -> float:
         value = float(self._get(name, (int, float), "a number", default))
         if value != default and not 0 <= value < 1e12:
-            raise self._wrong(name, "it is to be a number of 0 or more")
+            raise self.wrong(name, "it is to be a number of 0 or more")
         return value
 
     def count(self, name: str) -> int | None:
         value = self._get(name, (int,), "a whole number", None)
         if value is not None and value < 0:
-            raise self._wrong(name, "it is to be 0 or more")
+            raise self.wrong(name, "it is to be 0 or more")
         return value  # type: ignore[no-any-return]
 
     def duration(self, name: str, default: float) -> float:
@@ -205,7 +239,7 @@ class _Table:
     def texts(self, name: str, default: tuple[str, ...]) -> tuple[str, ...]:
         value = self._get(name, (list,), "a list of texts", default)
         if not all(isinstance(each, str) for each in value):
-            raise self._wrong(name, "it is to be a list of texts")
+            raise self.wrong(name, "it is to be a list of texts")
         return tuple(value)
 
     def numbers(self, name: str) -> dict[str, float]:

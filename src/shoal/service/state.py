@@ -8,6 +8,7 @@ from typing import Any
 from shoal.place.cluster import Cluster, Node, Queued
 from shoal.place.decision import Wait
 from shoal.service.asking import Submission, check_partition
+from shoal.service.growing import may_be_there
 from shoal.service.job import Asked, ask_of
 from shoal.service.learned import Learned, Prospect
 from shoal.service.settings import Settings, apply_limits
@@ -60,14 +61,16 @@ class Shared:
     def check_fits(self, submission: Submission) -> None:
         """Raises UserError where a job could never start; says the largest that would."""
         nodes = self.nodes
-        names = {*self.settings.partition_names, *(node.partition for node in nodes)}
+        growth = {each.node.partition for each in self.settings.growth.values()}
+        names = {*self.settings.partition_names, *(node.partition for node in nodes), *growth}
         for asked in dict.fromkeys(map(_shape, submission.jobs)):
             check_partition(asked, names)
             key = (asked, nodes, self.settings.policy, id(self.settings))
             if key not in self._fits:
                 if len(self._fits) > 10_000:
                     self._fits.clear()
-                self._fits[key] = _never(asked, nodes, self.settings)
+                more = [node for _, node in may_be_there(self.settings.growth, {})]
+                self._fits[key] = _never(asked, (*nodes, *more) if nodes else (), self.settings)
             problem = self._fits[key]
             if problem is not None:
                 raise UserError(problem.message, why=problem.why, hint=problem.hint)

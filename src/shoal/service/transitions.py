@@ -18,7 +18,8 @@ from shoal.service.job import (
 from shoal.spec.errors import UserError
 
 MAX_LOST = 5
-"""How often a job whose attempt vanished is started again: a machine that it takes down would never come to rest."""
+"""How often a job whose attempt vanished, or lost a machine that it cannot do without, is started again: one that
+takes machines down would never come to rest."""
 
 
 class Sight(Protocol):
@@ -267,7 +268,16 @@ def _end(job: Job, cause: str, message: str, exit_code: int | None, now: float, 
         )
     if cause == "lost" and job.num_lost < MAX_LOST:
         # A job that never got as far as a run folder has nothing to go on with.
-        return replace(freed, state=WAITING, num_lost=job.num_lost + 1, stopped_at=now, cause="", message=message)
+        return replace(
+            freed,
+            state=WAITING,
+            num_lost=job.num_lost + 1,
+            stopped_at=now,
+            cause="",
+            message=message,
+            change=f"back in the queue: {message}",
+            change_wall=wall,
+        )
     return replace(freed, state=FAILED, cause=cause or "failed", message=message, has_run=True, ended_wall=wall)
 
 

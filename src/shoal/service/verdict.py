@@ -42,6 +42,8 @@ def judge(orders: Orders, facts: Facts) -> dict[str, Any]:
             f"It did not end within {orders.grace_seconds:g} s and was killed; its newest checkpoint is an older one."
         )
         return {"cause": CAUSE_OF[facts.why], "exit_code": code, "message": late if facts.was_killed else ""}
+    if facts.failure.get("cause") == "lost_machine":
+        return {"cause": "lost", "exit_code": code, "message": str(facts.failure.get("message", ""))}
     parts = [str(facts.failure[name]) for name in ("message", "why") if facts.failure.get(name)]
     message = ": ".join(part.rstrip(".") for part in parts) or f"It ended with code {code}"
     return {

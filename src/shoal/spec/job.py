@@ -71,10 +71,12 @@ class WorkerSpec:
 class WorkerExit:
     """What became of a worker. `code` is its exit status; a death by signal N is -N, as in `subprocess`.
 
-    `result` is what one that was to call a function wrote before it ended well.
+    `result` is what one that was to call a function wrote before it ended well. `machine` names the machine with
+    which it was lost, if it was.
     """
 
     rank: int
     code: int
     time: float
     result: bytes | None = field(default=None, repr=False)
+    machine: str = ""

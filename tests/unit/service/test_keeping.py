@@ -91,6 +91,9 @@ def test_a_job_that_gets_smaller_keeps_its_limit_while_it_uses_more(tmp_path: Pa
         (Facts(code=-9, over="rank 1 had 2 GiB", why="preempt"), "out_of_memory", 137),
         (Facts(code=1, is_watched=True, failure={"message": "MemoryError"}), "out_of_memory", 137),
         (Facts(code=1, failure={"message": "MemoryError"}), "failed", 1),
+        (Facts(code=137, failure={"cause": "dead", "message": "It was killed."}), "failed", 137),
+        (Facts(code=137, failure={"cause": "lost_machine", "message": "It was lost."}), "lost", 137),
+        (Facts(code=137, failure={"cause": "lost_machine"}, why="cancel"), "cancelled", 137),
     ],
 )
 def test_why_an_attempt_ended(facts: Facts, cause: str, code: int) -> None:

@@ -28,6 +28,9 @@ _COMMANDS = (
 )
 
 
+_WITH_ADDRESSES = {"type": "external", "module": "shoal.testing.rigs.ray_nodes.WithAddresses"}
+
+
 class RayCluster:
     """Made by `ray_cluster`. `address` is that of its head; `env` is what whoever talks to it needs.
 
@@ -152,11 +155,14 @@ def ray_cluster(*num_cpus: int, is_open: bool = False, has_dashboard: bool = Fal
 
 
 @contextmanager
-def growing_cluster(head_cpus: int, num_cpus: int, *, most_nodes: int) -> Iterator[RayCluster]:
+def growing_cluster(
+    head_cpus: int, num_cpus: int, *, most_nodes: int, has_addresses: bool = False
+) -> Iterator[RayCluster]:
     """A cluster that Ray's autoscaler makes larger and smaller: a head, and up to `most_nodes` with `num_cpus` each.
 
     Its nodes are processes of this machine, as Ray's own tests have them. One that was idle for 6 s is taken away.
-    `grow_to` changes how many there may be.
+    `grow_to` changes how many there may be. Their group is called `node`; `has_addresses`: each has an address of its
+    own, as machines have, from 127.0.0.2 on.
     """
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as name:
         cluster, port = RayCluster(Path(name)), _free_port()
@@ -166,7 +172,7 @@ def growing_cluster(head_cpus: int, num_cpus: int, *, most_nodes: int) -> Iterat
         cluster.growth = {
             "cluster_name": "growing",
             "provider": {
-                "type": "fake_multinode",
+                **(_WITH_ADDRESSES if has_addresses else {"type": "fake_multinode"}),
                 "gcs_address": head,
                 "launch_multiple": True,
                 # Nobody has to log in there to start Ray.

@@ -1,0 +1,159 @@
+"""A cluster that Ray's autoscaler makes larger: what it is asked for, so that jobs that wait get room. Pure."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from shoal.place.cluster import Ask, Cluster, Node
+from shoal.place.decision import Wait
+
+if TYPE_CHECKING:
+    from shoal.place.draft import Draft
+
+PATIENCE_SECONDS = 600.0
+"""How long a cluster is asked for the same machines before it is left alone for as long: it may not have them."""
+MAX_JOBS = 100
+"""How many jobs that wait, the first ones, machines are asked for at once."""
+
+Bundle = Mapping[str, float]
+"""What Ray is asked to have together on one machine, in its own words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """Machines that may be added: up to `most` like `node`, counting those of this group that are there."""
+
+    node: Node
+    most: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is missing: machines by group, for the workers that `asks` lists; and the same job by job."""
+
+    nodes: Mapping[str, int] = field(default_factory=dict)
+    asks: tuple[Ask, ...] = ()
+    jobs: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+
+
+NOTHING = Wanted()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hope:
+    """What has been wanted since when."""
+
+    wanted: Wanted = NOTHING
+    since: float = 0.0
+
+    def is_asked(self, now: float) -> bool:
+        """Whether the cluster is asked now. When its time is over it is left alone for as long, and asked again."""
+        return bool(self.wanted.nodes) and (now - self.since) % (2 * PATIENCE_SECONDS) < PATIENCE_SECONDS
+
+
+def may_be_there(growth: Mapping[str, Growth], present: Mapping[str, int]) -> tuple[tuple[str, Node], ...]:
+    """The machines that could still come, each with its group. `present` counts those that are there, by group."""
+    return tuple(
+        (group, replace(each.node, name=f"{group}+{number}"))
+        for group, each in growth.items()
+        for number in range(1, each.most - present.get(group, 0) + 1)
+    )
+
+
+def find_wanted(
+    cluster: Cluster, waits: Mapping[int, Wait], growth: Mapping[str, Growth], present: Mapping[str, int]
+) -> Wanted:
+    """The machines without which jobs that wait have no room, and with which they do: as few as they need to begin.
+
+    Jobs that wait for something else get nothing; nor do those that would not fit with all that may come.
+    """
+    from shoal.place.draft import draft_of
+    from shoal.place.waiting import waits_for_room
+
+    extra = may_be_there(growth, present)
+    first = sorted((wait.position, number) for number, wait in waits.items() if waits_for_room(wait))[:MAX_JOBS]
+    if not extra or not first:
+        return NOTHING
+    numbers = {str(number): number for _, number in first}
+    shown = tuple(job for job in cluster.jobs if job.allocation or job.id in numbers)
+    draft = draft_of(replace(cluster, nodes=(*cluster.nodes, *(node for _, node in extra)), jobs=shown))
+    there = len(cluster.nodes)
+    used: dict[int, set[int]] = {}
+    asks: list[Ask] = []
+    for name, number in numbers.items():
+        if name in draft.jobs and (spots := _find_room(draft, name, there)):
+            used[number] = set(spots)
+            asks += [draft.jobs[name].ask] * sum(spots.values())
+    groups = [group for group, _ in extra]
+    return Wanted(
+        nodes=Counter(groups[at - there] for at in set().union(*used.values())),
+        asks=tuple(asks),
+        jobs={number: Counter(groups[at - there] for at in spots) for number, spots in used.items()},
+    )
+
+
+def _find_room(draft: "Draft", name: str, there: int) -> Mapping[int, int]:
+    """Seat a job: as many workers as can be on what is there, the others on what may come; returns those.
+
+    Where that is not enough, none is seated.
+    """
+    from shoal.place.fit import zones_of
+
+    job, need, free = draft.jobs[name], draft.needs[name], draft.free
+    zone = zones_of(job, draft.partitions)[1]
+    free.barred = set(range(there, len(free.space.nodes)))
+    here = min(free.most(need, zone), job.min_workers)
+    if here and (spots := free.pick(job, need, here, zone)):
+        draft.hold(job, spots)
+    if here == job.min_workers:
+        return {}
+    rest = None
+    with_gpus = set() if job.ask.gpus else {at for at, node in enumerate(free.space.nodes) if node.gpus}
+    for barred in (with_gpus, set[int]()):  # those with GPUs only where it cannot be without, as Ray does
+        free.barred = set(range(there)) | barred
+        rest = rest or free.pick(job, need, job.min_workers - here, zone)
+    if rest is not None:
+        draft.hold(job, rest)
+    elif here:
+        draft.drop(name)
+    return rest or {}
+
+
+def go_on(hope: Hope, wanted: Wanted, now: float) -> Hope:
+    """What is hoped for after another look. The time runs anew where other machines are wanted, or fewer."""
+    return Hope(wanted=wanted, since=hope.since if wanted.nodes == hope.wanted.nodes else now)
+
+
+def bundles_of(wanted: Wanted, growth: Mapping[str, Growth], present: Sequence[Bundle]) -> list[dict[str, float]]:
+    """What to ask Ray for: it wants to hear of all that is to fit at once, as if nothing were in use.
+
+    So what is there is named whole, machine by machine, and the workers that have no room after that.
+    """
+    has_memory = any(each.node.memory_bytes for each in growth.values())
+    asked = [
+        {"CPU": ask.cores, "GPU": ask.gpus, "memory": float(ask.memory_bytes) if has_memory else 0.0}
+        for ask in wanted.asks
+    ]
+    filled = [{name: amount for name, amount in each.items() if amount} for each in (*present, *asked)]
+    return [bundle for bundle in filled if bundle]
+
+
+def tell_waits(waits: Mapping[int, Wait], hope: Hope, growth: Mapping[str, Growth], now: float) -> dict[int, Wait]:
+    """Reasons of those for whom machines are wanted."""
+    told = dict(waits)
+    minutes = f"{PATIENCE_SECONDS / 60:.0f} minutes"
+    for number, nodes in hope.wanted.jobs.items():
+        what = " and ".join(_describe(group, count, growth[group].node) for group, count in sorted(nodes.items()))
+        why = f"asked the cluster for {what}"
+        if not hope.is_asked(now):
+            why = f"the cluster was asked for {what}, and did not add them within {minutes}; it is asked again later"
+        told[number] = replace(waits[number], why=why, eta_seconds=None)
+    return told
+
+
+def _describe(group: str, count: int, node: Node) -> str:
+    has = [f"{node.cores:g} core{'s' * (node.cores != 1)}"]
+    has += [f"{node.gpus} GPU{'s' * (node.gpus != 1)}"] if node.gpus else []
+    has += [f"{node.memory_bytes / 2**30:.3g} GiB of memory"] if node.memory_bytes else []
+    return f"{count} more node{'s' * (count != 1)} of {group!r} ({', '.join(has)})"
