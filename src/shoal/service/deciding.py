@@ -48,6 +48,39 @@ USUAL_STOP_SECONDS = 5.0
 """What stopping a job and going on with it costs, until that was measured."""
 
 
+def who_waits_anyhow(
+    jobs: Iterable[Job],
+    states: Mapping[int, str],
+    people: Mapping[str, Person],
+    promised: Promises = _NO_PROMISES,
+) -> dict[int, Wait]:
+    """Jobs that cannot start whatever is free, and why. They change nothing for others: no policy needs to see them."""
+    jobs = list(jobs)
+    used = _workers_in_use(jobs)
+    found = {}
+    for job in jobs:
+        if job.state == WAITING and job.number not in promised:
+            why = blocked_by(job, states, _room_for(job, people, used))
+            if why:
+                found[job.number] = Wait(job=str(job.number), why=why, position=0)
+    return found
+
+
+def _workers_in_use(jobs: Iterable[Job]) -> dict[str, int]:
+    """How many workers are reserved for each person."""
+    used: dict[str, int] = {}
+    for job in jobs:
+        if job.allocation:
+            used[job.owner] = used.get(job.owner, 0) + job.num_reserved
+    return used
+
+
+def _room_for(job: Job, people: Mapping[str, Person], used: Mapping[str, int]) -> int | None:
+    """How many workers it may have by the quota of its owner; None is any number."""
+    quota = people[job.owner].max_workers if job.owner in people else None
+    return None if quota is None else quota - used.get(job.owner, 0) + job.num_reserved
+
+
 def queued(job: Job, blocked_by: str, now: float, most: int | None = None) -> Queued:
     """A job as policies see it. One that shrinks has what it will have; see `shown_as` for those that stop."""
     asked = job.asked
@@ -128,15 +161,12 @@ def cluster_of(
     promised its nodes runs on them. So nobody else is given them meanwhile. `can_do` knows better.
     """
     jobs = list(jobs)
-    used: dict[str, int] = {}
-    for job in jobs:
-        used[job.owner] = used.get(job.owner, 0) + job.num_reserved
+    used = _workers_in_use(jobs)
     shown = []
     for job in jobs:
         if job.wish == "cancel":
             continue
-        quota = people[job.owner].max_workers if job.owner in people else None
-        room = None if quota is None else quota - used[job.owner] + job.num_reserved
+        room = _room_for(job, people, used)
         view = learned(job, queued(job, blocked_by(job, states, room), now, room))
         rules = settings.partitions.get(job.asked.partition, Partition())
         if not may_be_stopped(job.num_preempted, job.asked.max_preemptions, rules.max_preemptions):
@@ -237,7 +267,8 @@ def room_of(nodes: Iterable[Node], jobs: Iterable[Job]) -> Room:
         {node.name: float(node.gpus) for node in nodes},
     )
     for job in jobs:
-        room.take(needs_of(job), job.allocation, job.devices)
+        if job.allocation:
+            room.take(needs_of(job), job.allocation, job.devices)
     return room
 
 
@@ -359,9 +390,7 @@ def can_do(
 
     `lowers` are jobs that give memory back.
     """
-    used: dict[str, int] = {}
-    for job in jobs.values():
-        used[job.owner] = used.get(job.owner, 0) + job.num_reserved
+    used = _workers_in_use(jobs.values())
     turn = _Turn(jobs, people, dict(promised), now, room_of(nodes, jobs.values()), used)
     for decision in decisions:
         found = jobs.get(int(decision.job))

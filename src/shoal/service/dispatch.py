@@ -19,9 +19,10 @@ from shoal.service.deciding import (
     hopeless,
     still_promised,
     usage_of,
+    who_waits_anyhow,
 )
 from shoal.service.job import RUNNING, STARTING, STOPPING, WAITING, Job
-from shoal.service.learned import Prospect, Usual, explain_waits, is_settling, patience_of
+from shoal.service.learned import Learned, Prospect, Usual, explain_waits, is_settling, patience_of
 from shoal.service.learner import Learner
 from shoal.service.machines import Machines
 from shoal.service.orders import Orders
@@ -68,6 +69,9 @@ class Dispatcher:
         self._promised: dict[int, Promise] = {}
         self._changes_seen = -1
         self._decide_at = 0.0
+        self._is_waited_for = True
+        self._jobs_before: Mapping[int, Job] = {}
+        self._learned_before: Learned | None = None
         self._accrue_at = 0.0
         self._forget_at = 0.0
         self._settings_stamp: object = None
@@ -101,16 +105,15 @@ class Dispatcher:
             self._shared.woken.clear()
 
     def turn(self) -> None:
-        """Look at everything once, and decide where something has changed."""
+        """Look at everything once, and decide where something has changed, or may with time."""
         self._read_settings()
         self._shared.machines = self._machines.now()
         self._problem("nodes", self._machines.problem)
         self._look()
         now = time.monotonic()
         known = self._shared.known
-        if (
-            known.num_changes != self._changes_seen and now >= self._decide_at
-        ) or now >= self._decide_at + DECIDE_SECONDS:
+        is_new = known.num_changes != self._changes_seen
+        if (is_new and now >= self._decide_at) or (self._is_waited_for and now >= self._decide_at + DECIDE_SECONDS):
             self._changes_seen = known.num_changes
             self._decide_anyhow()
             took = time.monotonic() - now
@@ -128,7 +131,7 @@ class Dispatcher:
     def _look(self) -> None:
         """See what became of attempts, tell keepers what they do not know yet, and write down what changed."""
         seen: dict[int, Any] = {}
-        for job in [job for job in self._shared.known.jobs.values() if job.is_active]:
+        for job in list(self._shared.known.active.values()):
             found = self._keeper.look(self._folder, str(job.number), job.token)
             if job.state == STARTING and _never_began(found) and self._is_due(job):
                 self._start(job)
@@ -145,7 +148,7 @@ class Dispatcher:
                     job.token,
                 )
         self._shared.seen = seen
-        active = {(job.number, job.token) for job in self._shared.known.jobs.values() if job.is_active}
+        active = {(job.number, job.token) for job in list(self._shared.known.active.values())}
         self._told = {key: told for key, told in self._told.items() if key in active}
         self._started = {key: at for key, at in self._started.items() if key in active}
 
@@ -212,7 +215,7 @@ class Dispatcher:
             self._learner.ended(ended)
 
     def _accrue(self) -> None:
-        for job in [job for job in self._shared.known.jobs.values() if job.is_active]:
+        for job in list(self._shared.known.active.values()):
             self._write(job.number, lambda change, job: transitions.accrue(job, change.now), job.token)
 
     # --- decisions
@@ -262,16 +265,31 @@ class Dispatcher:
             return prospect.shown(shown, is_settling=is_settling(job, settings, now))
 
         links, promised = self._machines.links, still_promised(self._promised, jobs, nodes)
-        cluster = cluster_of(
-            jobs.values(), nodes, settings, people, usage, links, states, now, promised, with_learned
-        )
+        blocked = who_waits_anyhow(jobs.values(), states, people, promised)
+        able = [job for number, job in jobs.items() if number not in blocked]
+        self._is_waited_for = bool(able)
+        cluster = cluster_of(able, nodes, settings, people, usage, links, states, now, promised, with_learned)
+        if not self._is_plain:
+            prospects |= self._blocked_prospects({number: jobs[number] for number in blocked}, usual, now)
         shared.prospects = prospects
         policy = POLICIES[settings.policy]
         decisions, lowers = reclaim(cluster, policy(cluster), self._peaks(jobs), policy)
         todo, waits, self._promised = can_do(decisions, jobs, nodes, people, promised, now, lowers)
-        shared.waits = explain_waits(waits, cluster)
+        shared.waits = blocked | explain_waits(waits, cluster)
         for each in todo:
             self._do(each)
+
+    def _blocked_prospects(self, blocked: Mapping[int, Job], usual: Usual, now: float) -> dict[int, Prospect]:
+        """What is known of those that cannot start; what was worked out before still holds, for there may be many."""
+        shared = self._shared
+        learned, before = shared.learned, shared.prospects
+        is_same = learned is self._learned_before
+        found = {}
+        for number, job in blocked.items():
+            known = before.get(number) if is_same and self._jobs_before.get(number) is job else None
+            found[number] = known or learned.know(job, job.max_workers, usual, now)
+        self._jobs_before, self._learned_before = blocked, learned
+        return found
 
     def _peaks(self, jobs: Mapping[int, Job]) -> dict[str, int]:
         """The most that one worker of a job has used, where that is known and the job may be asked for memory."""

@@ -119,8 +119,8 @@ class Learner:
         """Take what ended, then look at every run that has gone on."""
         self._guarded("jobs that ended", self._take_ended)
         self._guarded("the history of jobs", self._relearn)
-        jobs = {number: job for number, job in self._shared.known.jobs.items() if job.state == RUNNING}
-        due = sorted(jobs.values(), key=lambda job: self._looked_at(job.number))
+        jobs = [job for job in list(self._shared.known.active.values()) if job.state == RUNNING]
+        due = sorted(jobs, key=lambda job: self._looked_at(job.number))
         until = time.monotonic() + self._shared.settings.learn_seconds * SHARE_OF_TIME
         for job in due:
             if self._is_over or time.monotonic() > until:
