@@ -186,11 +186,14 @@ class Api:
         found = [job for job in jobs if _fits(job, owner, state, search.casefold())]
         found.sort(key=lambda job: _order(job, waits))
         page = found[offset : offset + limit]
-        rows = [
-            telling.tell_job(job, now, waits.get(job.number), seen.get(job.number), prospects.get(job.number))
+        # One by one into bytes: ten thousand rows as objects would be 20 MB that the service then keeps.
+        encode = msgspec.json.Encoder().encode
+        rows = b",".join(
+            encode(telling.tell_job(job, now, waits.get(job.number), seen.get(job.number), prospects.get(job.number)))
             for job in page
-        ]
-        told = {"total": len(found), "counts": counts, "jobs": rows, "policy": shared.settings.policy}
+        )
+        jobs_told = msgspec.Raw(b"[" + rows + b"]")
+        told = {"total": len(found), "counts": counts, "jobs": jobs_told, "policy": shared.settings.policy}
         return answer(request, {**told, "problems": dict(shared.problems)})
 
     async def show_job(self, request: Request) -> Response:

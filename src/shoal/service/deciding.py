@@ -48,13 +48,10 @@ USUAL_STOP_SECONDS = 5.0
 """What stopping a job and going on with it costs, until that was measured."""
 
 
-def who_waits_anyhow(
-    jobs: Iterable[Job],
-    states: Mapping[int, str],
-    people: Mapping[str, Person],
-    promised: Promises = _NO_PROMISES,
-) -> dict[int, Wait]:
-    """Jobs that cannot start whatever is free, and why. They change nothing for others: no policy needs to see them."""
+def blocked_jobs(
+    jobs: Iterable[Job], states: Mapping[int, str], people: Mapping[str, Person], promised: Promises = _NO_PROMISES
+) -> dict[int, str]:
+    """Jobs that cannot start whatever is free, and why. Nothing changes for others without them."""
     jobs = list(jobs)
     used = _workers_in_use(jobs)
     found = {}
@@ -62,7 +59,7 @@ def who_waits_anyhow(
         if job.state == WAITING and job.number not in promised:
             why = blocked_by(job, states, _room_for(job, people, used))
             if why:
-                found[job.number] = Wait(job=str(job.number), why=why, position=0)
+                found[job.number] = why
     return found
 
 

@@ -9,17 +9,18 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from shoal.place.cluster import Node, Queued
+from shoal.place.decision import Wait
 from shoal.service import acts, transitions
 from shoal.service.briefing import orders_for, places_of
 from shoal.service.deciding import (
     Promise,
     Todo,
+    blocked_jobs,
     can_do,
     cluster_of,
     hopeless,
     still_promised,
     usage_of,
-    who_waits_anyhow,
 )
 from shoal.service.job import RUNNING, STARTING, STOPPING, WAITING, Job
 from shoal.service.learned import Learned, Prospect, Usual, explain_waits, is_settling, patience_of
@@ -265,7 +266,7 @@ class Dispatcher:
             return prospect.shown(shown, is_settling=is_settling(job, settings, now))
 
         links, promised = self._machines.links, still_promised(self._promised, jobs, nodes)
-        blocked = who_waits_anyhow(jobs.values(), states, people, promised)
+        blocked = blocked_jobs(jobs.values(), states, people, promised)
         able = [job for number, job in jobs.items() if number not in blocked]
         self._is_waited_for = bool(able)
         cluster = cluster_of(able, nodes, settings, people, usage, links, states, now, promised, with_learned)
@@ -275,7 +276,10 @@ class Dispatcher:
         policy = POLICIES[settings.policy]
         decisions, lowers = reclaim(cluster, policy(cluster), self._peaks(jobs), policy)
         todo, waits, self._promised = can_do(decisions, jobs, nodes, people, promised, now, lowers)
-        shared.waits = blocked | explain_waits(waits, cluster)
+        waits |= {
+            number: Wait(job=str(number), why=why) for number, why in blocked.items() if not jobs[number].is_held
+        }
+        shared.waits = explain_waits(waits, cluster)
         for each in todo:
             self._do(each)
 

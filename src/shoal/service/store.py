@@ -24,8 +24,8 @@ class Known:
     """What is in memory of the store: all jobs that are not over, people, tokens, nodes that drain.
 
     `active` are those of the jobs that have an attempt: they are looked at all the time, and others may be very many.
-    `num_changes` grows with whatever may change a decision. Only the writer changes it, after what it shows is on disk.
-    Others read: each dict is replaced or changed by one step that Python does at once.
+    `num_changes` grows with whatever may change a decision. Only the writer changes it, after what it shows is on
+    disk. Others read: each dict is replaced or changed by one step that Python does at once.
     """
 
     jobs: dict[int, Job] = field(default_factory=dict)
