@@ -14,6 +14,7 @@ from shoal.checkpoint.disk import make_folder
 from shoal.engine.env import inherited_env
 from shoal.observe.ps import newest_step
 from shoal.observe.runs import is_held
+from shoal.service.clock import Mark
 from shoal.service.folders import attempt_folder, job_folder, newest_token, read, reserve, write
 from shoal.service.orders import CAUSE_OF, CAUSES, Orders, Seen
 from shoal.service.processes import MARK
@@ -98,10 +99,26 @@ def _seen(orders: dict[str, Any], told: dict[str, Any], state: str, *, is_alive:
         "peak_memory_bytes",
         "worker_peak_bytes",
     )
-    known = {name: told[name] for name in (*names, "started_at", "ended_at") if name in told}
+    known = {name: told[name] for name in (*names, "started_at") if name in told}
     workers = now if isinstance(now, int) else int(told.get("num_workers", 0))
     limits = tuple(map(str, told.get("limits", ())))
-    return Seen(state=state, is_alive=is_alive, num_workers=workers, step=step, loss=loss, limits=limits, **known)
+    return Seen(
+        state=state,
+        is_alive=is_alive,
+        num_workers=workers,
+        step=step,
+        loss=loss,
+        limits=limits,
+        mark=_mark_of(told.get("mark")),
+        **known,
+    )
+
+
+def _mark_of(value: Any) -> Mark | None:
+    try:
+        return Mark(**value)
+    except TypeError:  # none, or of another version
+        return None
 
 
 def stop(jobs_folder: str, job: str, token: int, why: str) -> None:

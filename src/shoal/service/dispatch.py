@@ -144,7 +144,7 @@ class Dispatcher:
                 self._write(
                     job.number,
                     lambda change, job, found=found: transitions.see(  # type: ignore[misc]
-                        job, found, change.now, change.wall
+                        job, found, change.now, change.wall, self._when(found)
                     ),
                     job.token,
                 )
@@ -152,6 +152,10 @@ class Dispatcher:
         active = {(job.number, job.token) for job in list(self._shared.known.active.values())}
         self._told = {key: told for key, told in self._told.items() if key in active}
         self._started = {key: at for key, at in self._started.items() if key in active}
+
+    def _when(self, seen: Any) -> tuple[float, float] | None:
+        """Clock and date of what an attempt told last."""
+        return None if seen.mark is None else (self._shared.store.clock.when(seen.mark), seen.mark.wall)
 
     def _look_again(self, job: Job) -> Any:
         return self._keeper.look(self._folder, str(job.number), job.token)

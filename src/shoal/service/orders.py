@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from shoal.place.cluster import Allocation, Devices
+from shoal.service.clock import Mark
 
 CAUSES = ("finished", "failed", "out_of_memory", "cancelled", "preempted", "time_limit", "lost")
 """Why an attempt ended."""
@@ -56,7 +57,8 @@ class Seen:
     keeper was killed before it began is absent again: order it once more. `cause` is one of CAUSES once it has ended.
     `memory_bytes` is what its processes use now on this machine, `peak_memory_bytes` the most that was seen, and
     `worker_peak_bytes` the most that one worker had, where all are on this machine. `limits` names what holds its
-    processes: `memory`, `cpu`, `pids` by the kernel, `watchdog` by looks at them.
+    processes: `memory`, `cpu`, `pids` by the kernel, `watchdog` by looks at them. `mark` is when its keeper said so:
+    when the attempt ended, or where its keeper was killed, when that last gave a sign.
     """
 
     state: str = "absent"
@@ -74,5 +76,5 @@ class Seen:
     peak_memory_bytes: int = 0
     worker_peak_bytes: int = 0
     started_at: float | None = None
-    ended_at: float | None = None
+    mark: Mark | None = None
     limits: tuple[str, ...] = ()
