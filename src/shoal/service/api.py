@@ -15,7 +15,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal.observe.predictions import read_predictions
 from shoal.place.cluster import Partition
 from shoal.service import acts, audit, people, telling
 from shoal.service.asking import MAX_TEXT, parse_workers, read_submission
@@ -270,6 +269,8 @@ class Api:
 
 def _predictions(home: str, job: Job) -> list[Prediction]:
     """What was expected of a job that is not looked at now, from its run folder."""
+    from shoal.observe.predictions import read_predictions
+
     return read_predictions(os.path.join(home, "runs", job.run_name)) if job.has_run else []
 
 

@@ -64,6 +64,7 @@ class Dispatcher:
         self._folder = os.path.join(shared.folder, JOBS)
         os.makedirs(self._folder, mode=0o700, exist_ok=True)
         self._machines = Machines(lambda: keeper.here(shared.home))
+        shared.machines = self._machines.now()
         self._learner = Learner(shared, self._look_again, lambda: self._machines.links)
         self._told: dict[tuple[int, int], tuple[str, int, Mapping[str, int]]] = {}
         self._started: dict[tuple[int, int], float] = {}
@@ -81,29 +82,33 @@ class Dispatcher:
         self._thread = threading.Thread(target=self._run, name="shoal-dispatcher", daemon=True)
 
     def start(self) -> None:
-        self._shared.machines = self._machines.now()
-        self._learner.start()
         self._thread.start()
 
     def close(self) -> None:
         """End; jobs go on."""
         self._is_over = True
         self._shared.woken.set()
-        self._thread.join(timeout=30.0)
+        if self._thread.ident is not None:
+            self._thread.join(timeout=30.0)
         self._learner.close()
 
     def _run(self) -> None:
+        self._turn_safely()
+        self._learner.start()
         while not self._is_over:
-            try:
-                self.turn()
-            except Exception as error:  # whatever it is, the others' jobs must go on
-                traceback.print_exc(file=sys.stderr)
-                self._problem("dispatcher", f"{type(error).__name__}: {error}")
-                time.sleep(LOOK_SECONDS)
-            else:
-                self._problem("dispatcher", "")
             self._shared.woken.wait(LOOK_SECONDS)
             self._shared.woken.clear()
+            self._turn_safely()
+
+    def _turn_safely(self) -> None:
+        try:
+            self.turn()
+        except Exception as error:  # whatever it is, the others' jobs must go on
+            traceback.print_exc(file=sys.stderr)
+            self._problem("dispatcher", f"{type(error).__name__}: {error}")
+            time.sleep(LOOK_SECONDS)
+        else:
+            self._problem("dispatcher", "")
 
     def turn(self) -> None:
         """Look at everything once, and decide where something has changed, or may with time."""

@@ -96,7 +96,8 @@ class Learner:
     def close(self) -> None:
         self._is_over = True
         self._woken.set()
-        self._thread.join(timeout=LOST_SECONDS)
+        if self._thread.ident is not None:
+            self._thread.join(timeout=LOST_SECONDS)
 
     def ended(self, job: Job) -> None:
         """A job is over: others will be as long. Returns at once."""

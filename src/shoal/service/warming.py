@@ -14,8 +14,6 @@ from pathlib import Path
 from shoal.engine.cgroups import find_parent
 from shoal.engine.env import inherited_env, plain_env
 from shoal.engine.machine import available_cores
-from shoal.engine.nursery import has_room
-from shoal.engine.seeds import tell
 from shoal.place.cluster import Node
 from shoal.service import attempts
 from shoal.service.orders import Orders, Seen
@@ -81,6 +79,8 @@ class Warm:
             if num_threads != self._num_threads or not has_place or not self._has_warmed():
                 return False
             assert self._channel is not None
+            from shoal.engine.seeds import tell
+
             order = {"folder": str(folder), "env": {**inherited_env(), MARK: str(folder)}}
             if tell(self._channel, order, ()) and (answer := self._hear(ANSWER_SECONDS)):
                 return answer == b"+"
@@ -111,6 +111,8 @@ class Warm:
             self._end()
 
     def _run(self) -> None:
+        from shoal.engine.nursery import has_room
+
         self._changed.wait(self._quiet_seconds)
         made_at = -CHANGE_SECONDS
         while not self._is_over:
