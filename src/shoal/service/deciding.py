@@ -1,7 +1,7 @@
 """Between the queue and a policy: what the policy is shown, and what of its decisions can be done at once. Pure."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from shoal.place.cluster import Allocation, Ask, Cluster, Devices, Node, Partition, Queued, may_be_stopped
@@ -322,7 +322,10 @@ class _Turn:
 
     def grow(self, job: Job, place: Place) -> None:
         if job.target is None and not self.over_quota(job, place) and self.fits(job, place):
-            self.todo.append(_todo(job, place))
+            devices = {
+                name: _in_order(held_by(job)[1].get(name, ()), wanted) for name, wanted in place.devices.items()
+            }
+            self.todo.append(_todo(job, replace(place, devices=devices)))
 
     def begin(self, job: Job, promise: Promise) -> None:
         """Start it where it was promised to, or say for whom it waits."""
@@ -460,6 +463,14 @@ def _in_common(had: Allocation, devices: Devices, place: Place) -> dict[str, int
         if count:
             common[name] = count
     return common
+
+
+def _in_order(had: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
+    """GPUs of which workers that run have the first: they found them in this order, and keep them."""
+    left = list(wanted)
+    for device in had:
+        left.remove(device)
+    return (*had, *left)
 
 
 def _is_within(part: Sequence[int], whole: Sequence[int]) -> bool:

@@ -18,6 +18,7 @@ from shoal.service.deciding import (
     blocked_jobs,
     can_do,
     cluster_of,
+    held_by,
     hopeless,
     still_promised,
     usage_of,
@@ -26,7 +27,7 @@ from shoal.service.job import RUNNING, STARTING, STOPPING, WAITING, Job
 from shoal.service.learned import Learned, Prospect, Usual, explain_waits, is_settling, patience_of
 from shoal.service.learner import Learner
 from shoal.service.machines import Machines
-from shoal.service.orders import Orders
+from shoal.service.orders import Orders, Size, gpus_here
 from shoal.service.places import JOBS
 from shoal.service.settings import FILE, read_settings
 from shoal.service.state import Shared
@@ -51,7 +52,7 @@ class Keeper(Protocol):
     def start(self, jobs_folder: str, orders: Any) -> None: ...
     def look(self, jobs_folder: str, job: str, token: int) -> Any: ...
     def stop(self, jobs_folder: str, job: str, token: int, why: str) -> None: ...
-    def resize(self, jobs_folder: str, job: str, token: int, num_workers: int, places: Mapping[str, int]) -> None: ...
+    def resize(self, jobs_folder: str, job: str, token: int, size: Size) -> None: ...
     def here(self, folder: str) -> Node: ...
 
 
@@ -66,7 +67,7 @@ class Dispatcher:
         self._machines = Machines(lambda: keeper.here(shared.home))
         shared.machines = self._machines.now()
         self._learner = Learner(shared, self._look_again, lambda: self._machines.links)
-        self._told: dict[tuple[int, int], tuple[str, int, Mapping[str, int]]] = {}
+        self._told: dict[tuple[int, int], tuple[str, Size]] = {}
         self._started: dict[tuple[int, int], float] = {}
         self._promised: dict[int, Promise] = {}
         self._changes_seen = -1
@@ -185,22 +186,26 @@ class Dispatcher:
     def _orders(self, job: Job) -> Orders:
         return orders_for(job, self._shared.settings, self._machines.engine, self._machines.addresses)
 
-    def _places(self, job: Job) -> dict[str, int]:
-        """Where its workers are to be; nothing on one machine, where that is plain."""
-        wanted = job.allocation if job.target is None else job.target
-        return {} if self._machines.engine == "local" else places_of(wanted, self._machines.addresses)
+    def _size(self, job: Job) -> Size:
+        """What it is to have. On one machine it is plain where its workers are; on others Ray says which GPUs they see."""
+        wanted, devices = held_by(job)
+        if self._machines.engine != "local":
+            return Size(num_workers=job.num_wanted, nodes=places_of(wanted, self._machines.addresses))
+        return Size(num_workers=job.num_wanted, gpus=gpus_here(devices))
 
     def _tell(self, job: Job, seen: Any) -> None:
         """Pass on a wish or a size. Keepers take the same twice, and after a restart they get it again."""
-        key, wanted = (job.number, job.token), (job.wish, job.num_wanted, self._places(job))
+        key, wanted = (job.number, job.token), (job.wish, self._size(job))
         if self._told.get(key) == wanted:
             return
         if job.state == STOPPING:
             self._keeper.stop(self._folder, str(job.number), job.token, job.wish or "cancel")
         elif (
-            job.asked.is_elastic and seen.state == "running" and (key in self._told or seen.num_workers != wanted[1])
+            job.asked.is_elastic
+            and seen.state == "running"
+            and (key in self._told or seen.num_workers != job.num_wanted)
         ):
-            self._keeper.resize(self._folder, str(job.number), job.token, *wanted[1:])
+            self._keeper.resize(self._folder, str(job.number), job.token, wanted[1])
         elif seen.state != "running":
             return
         self._told[key] = wanted

@@ -29,7 +29,7 @@ from shoal.service.cage import Cage, Limits, limit
 from shoal.service.clock import mark_now
 from shoal.service.folders import newest_token, read, take_lock, write, write_reserved
 from shoal.service.launching import Launcher, adopt_orphans, bury_orphans, command_of, launch
-from shoal.service.orders import CAUSE_OF, Orders, orders_of
+from shoal.service.orders import CAUSE_OF, Orders, gpus_here, orders_of
 from shoal.service.processes import MARK, children_of_all, descendants, kill_marked, memory_of, workers_of
 from shoal.service.verdict import Facts, gib, judge
 from shoal.spec.errors import UserError
@@ -248,7 +248,7 @@ class Keeper:
 
 
 def _devices(orders: Orders) -> dict[str, str]:
-    numbers = orders.devices.get(os.uname().nodename, ())
+    numbers = gpus_here(orders.devices)
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, numbers))} if numbers else {}
 
 

@@ -1,5 +1,6 @@
 """What a keeper is told to run, and what is seen of it."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -42,11 +43,29 @@ class Orders:
     grace_seconds: float = 10.0
 
 
+def gpus_here(devices: Devices) -> tuple[int, ...]:
+    """Those on this machine, in the order of the workers that have them."""
+    return tuple(devices.get(os.uname().nodename, ()))
+
+
 def orders_of(value: Mapping[str, Any]) -> Orders:
     """Orders that were kept as JSON. Raises KeyError or TypeError where that is not what it is."""
     known = {each.name: value[each.name] for each in fields(Orders)}
     devices = {str(node): tuple(numbers) for node, numbers in known["devices"].items()}
     return Orders(**known | {"argv": tuple(known["argv"]), "devices": devices})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """What an elastic attempt is to have from now on.
+
+    On a cluster `nodes` says how many workers are to be at which address. `gpus` are those of its workers on this
+    machine, in their order; empty where it has none.
+    """
+
+    num_workers: int
+    nodes: Mapping[str, int] = field(default_factory=dict)
+    gpus: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -478,3 +478,11 @@ def test_one_that_is_promised_nodes_is_not_blocked_and_quotas_count_what_is_held
     people = {"ann": Person(name="ann", role="user", max_workers=2)}
     assert set(blocked_jobs(jobs, {}, people)) == {2}
     assert blocked_jobs(jobs, {}, people, {2: Promise(place=place(2, a=1), at=0.0)}) == {}
+
+
+def test_an_elastic_job_that_grows_keeps_its_gpus_in_their_order():
+    node = Node(name="a", cores=8.0, memory_bytes=GIB, gpus=4)
+    had = begun(1, {"a": 2}, {"a": (2, 0)}, gpus=1.0, max_workers=4, is_elastic=True)
+    wanted = Place(job="1", allocation={"a": 4}, devices={"a": (0, 1, 2, 3)}, why="")
+    (todo,), _, _ = can_do([wanted], {1: had}, [node], {})
+    assert todo.devices == {"a": (2, 0, 1, 3)}
