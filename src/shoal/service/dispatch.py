@@ -187,7 +187,7 @@ class Dispatcher:
         return orders_for(job, self._shared.settings, self._machines.engine, self._machines.addresses)
 
     def _size(self, job: Job) -> Size:
-        """What it is to have. On one machine it is plain where its workers are; on others Ray says which GPUs they see."""
+        """What it is to have. On one machine it is plain where its workers are; on others Ray gives them GPUs."""
         wanted, devices = held_by(job)
         if self._machines.engine != "local":
             return Size(num_workers=job.num_wanted, nodes=places_of(wanted, self._machines.addresses))

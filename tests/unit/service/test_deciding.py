@@ -244,7 +244,7 @@ def test_other_gpus_of_the_same_node_mean_another_start():
     elastic = begun(1, {"a": 2}, {"a": (0, 1)}, gpus=1.0, max_workers=4, is_elastic=True)
     grown = Place(job="1", allocation={"a": 3}, devices={"a": (1, 0, 3)})
     (todo,), _, _ = can_do([grown], {1: elastic}, nodes, {})
-    assert todo.devices == {"a": (1, 0, 3)}
+    assert todo.devices == {"a": (0, 1, 3)}, "workers that run keep theirs, in their order"
     other = Place(job="1", allocation={"a": 3}, devices={"a": (1, 2, 3)})
     (todo,), _, _ = can_do([other], {1: elastic}, nodes, {})
     assert todo.allocation == {}
