@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from shoal.engine.env import give_gpus
 from shoal.spec.errors import UserError
 from shoal.spec.event import Event
 
@@ -28,7 +29,7 @@ def answer(
     """Do what is asked and say what was done; raises UserError where that cannot be."""
     verb = request.get("verb")
     if verb == "resize":
-        return _resize(_whole(request, "num_workers"), _nodes(request), engine, elastic)
+        return _resize(_whole(request, "num_workers"), _nodes(request), _gpus(request), engine, elastic)
     if verb == "kill":
         return _kill(_whole(request, "rank"), str(request.get("signal")), engine, elastic, write)
     if verb == "stacks":
@@ -105,8 +106,20 @@ def _nodes(request: Mapping[str, Any]) -> dict[str, int] | None:
     return dict(nodes)
 
 
+def _gpus(request: Mapping[str, Any]) -> list[int]:
+    """The GPUs of this machine that the workers have, where somebody else decides that; else none."""
+    gpus = request.get("gpus", [])
+    if not isinstance(gpus, list) or not all(type(number) is int and number >= 0 for number in gpus):
+        raise UserError("gpus is to be a list of the numbers of GPUs.")
+    return gpus
+
+
 def _resize(
-    num_workers: int, nodes: Mapping[str, int] | None, engine: "Engine", elastic: "ElasticRun | None"
+    num_workers: int,
+    nodes: Mapping[str, int] | None,
+    gpus: list[int],
+    engine: "Engine",
+    elastic: "ElasticRun | None",
 ) -> dict[str, Any]:
     if elastic is None:
         raise UserError(
@@ -122,6 +135,8 @@ def _resize(
             hint=f"ask for {least} to {most}" if least < most else "start it with a wider range",
         )
     before = elastic.num_workers
+    if gpus:
+        give_gpus(gpus)
     elastic.resize(num_workers, frozenset() if nodes is None else _arrange(engine, nodes))
     return {"num_workers": num_workers, "before": before}
 

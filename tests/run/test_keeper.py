@@ -16,6 +16,7 @@ import pytest
 
 from shoal.observe.runs import is_held
 from shoal.service.attempts import Orders, Seen, look, resize, start, stop
+from shoal.service.orders import Size
 from shoal.service.processes import marked
 from shoal.spec.errors import UserError
 from shoal.testing import rigs
@@ -219,12 +220,15 @@ def test_a_preempted_job_saves_a_step_that_takes_longer_than_a_moment(home: Path
 @pytest.mark.slow
 def test_an_elastic_job_begins_with_what_it_was_given_and_changes_its_size(home: Path) -> None:
     size = {"min_workers": 1, "max_workers": 2, "num_workers": 1, "memory_bytes": 1 << 30}
-    start(jobs_of(home), orders(home, TRAINING, "5000", "7", **size))
+    says = "import os\n    open('gpus-' + os.environ['RANK'], 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])\n    "
+    script = TRAINING.replace("import sys", says + "import sys")
+    start(jobs_of(home), orders(home, script, "5000", "7", devices={os.uname().nodename: (3,)}, **size))
     wait_for_steps(home, 3)
     assert look(jobs_of(home), "7", 1).num_workers == 1
-    for num_workers in (2, 1):
-        resize(jobs_of(home), "7", 1, num_workers)
+    for num_workers, gpus in ((2, (3, 5)), (1, (3,))):
+        resize(jobs_of(home), "7", 1, Size(num_workers=num_workers, gpus=gpus))
         wait_until(lambda wanted=num_workers: look(jobs_of(home), "7", 1).num_workers == wanted)  # type: ignore[misc]
+    assert [(home / f"gpus-{rank}").read_text() for rank in range(2)] == ["3", "3,5"]
     stop(jobs_of(home), "7", 1, "preempt")
     assert wait_for_end(home).cause == "preempted"
 

@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import re
+import signal
 import stat
 import threading
 import time
@@ -84,6 +85,33 @@ def test_a_running_job_outlives_the_service_is_adopted_and_runs_once(home: Path)
         (node,) = client.nodes()["nodes"]
         assert (node["free_cores"], node["free_memory_bytes"]) == (node["cores"], node["memory_bytes"])
         assert adopted_seconds < 20, "a bound on a busy machine; benchmarks/service.py measures it"
+
+
+def test_the_time_without_the_service_is_charged_to_no_job_that_had_ended(home: Path):
+    folder = job_script(home / "work", f"{LINES}while not os.path.exists('go'): time.sleep(0.05)\n")
+    began = time.monotonic()
+    with serving(home) as daemon, daemon.client() as client:
+        jobs = [client.submit("job.py", dir=str(folder), cores=0.1)[0] for _ in range(2)]
+        wait_for("they run", lambda: all(client.job(job)["state"] == "running" for job in jobs))
+        daemon.kill()
+        _kill_keeper(daemon, jobs[1])
+        (folder / "go").touch()
+        wait_for("one has ended", Path(daemon.folder, "jobs", str(jobs[0]), "1", "ended.json").exists)
+        ran, date = time.monotonic() - began, time.time()
+        time.sleep(4.0)
+        daemon.start()
+        first, second = (client.wait(job, 60) for job in jobs)
+        assert (first["state"], first["attempts"], second["attempts"]) == ("finished", 1, 2), daemon.log
+        assert first["run_seconds"] <= ran
+        assert first["ended"] <= date
+        assert second["run_seconds"] <= time.monotonic() - began - 4.0
+        (used,) = client.share()["shares"]
+        assert used["worker_seconds"] == pytest.approx(first["run_seconds"] + second["run_seconds"], abs=0.1)
+
+
+def _kill_keeper(daemon: Daemon, job: int) -> None:
+    claimed = Path(daemon.folder, "jobs", str(job), "1", "claimed.json")
+    os.kill(json.loads(claimed.read_text())["pid"], signal.SIGKILL)
 
 
 def test_jobs_run_in_order_and_what_waits_for_a_failure_is_given_up(home: Path):

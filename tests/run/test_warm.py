@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,17 +140,31 @@ def test_a_file_beside_the_script_comes_first_as_ever(home: Path, warm: Warm) ->
     assert (home / "mine").read_text() == str(home / "torch.py")
 
 
-@pytest.mark.slow
-def test_variables_and_threads_of_its_own_are_started_plainly(home: Path, warm: Warm) -> None:
-    script = "import os, torch\nopen('n', 'w').write(f\"{torch.get_num_threads()} {os.environ.get('LR')}\")\n"
-    for token, more, said in ((1, {"env": {"LR": "1"}}, "1"), (2, {}, "None")):
-        asked = orders(home, script, token=token, **more)
-        asked = asked if more else orders(home, script, token=token, argv=("--threads", "2", *asked.argv))
-        assert not warm.fork(home / "jobs/7" / str(token), asked)
-        start(jobs_of(home), asked, warm.fork)
-        assert wait_for_end(home, token=token).cause == "finished"
-        assert (home / "n").read_text().split()[1] == said
-    assert (home / "n").read_text() == f"{min(2, available_cores())} None"
+def test_a_job_with_variables_and_threads_of_its_own_is_forked_from_one_that_was_started_with_them(
+    home: Path,
+) -> None:
+    asked = orders(home, SEEN, token=1, env={"LR": "1"})
+    asked = replace(asked, argv=("--threads", "2", *asked.argv))
+    (home / "helper.py").write_text("")
+    start(jobs_of(home), asked)
+    assert wait_for_end(home, token=1).cause == "finished"
+    plain = seen(home, 0)
+    assert (plain["threads"], plain["env"]["LR"]) == (2, "1")
+    with contextlib.closing(Warm(lambda: True, quiet_seconds=0.0)) as warm:
+        usual = orders(home, SEEN, token=2)
+        for each in (usual, asked):
+            warm.fork(home / "nothing", each)
+            assert warm.wait(60)
+        begin(warm, home, replace(asked, token=2))
+        assert wait_for_end(home, token=2).cause == "finished"
+        after = seen(home, 0)
+        for name in ("SHOAL_ATTEMPT", "SHOAL_RESUME", "TORCHELASTIC_RESTART_COUNT", "SHOAL_GENERATION"):
+            assert after["env"].pop(name) != plain["env"].pop(name) or name != "SHOAL_ATTEMPT"
+        assert after == plain
+        begin(warm, home, replace(usual, token=3))
+        assert wait_for_end(home, token=3).cause == "finished"
+        assert "LR" not in seen(home, 0)["env"]
+        assert not warm.fork(home / "nothing", replace(usual, env={"LR": "2"})), "both places are taken for a minute"
 
 
 @pytest.mark.slow

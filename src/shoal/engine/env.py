@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,7 +141,7 @@ def worker_layers(
     """
     threads = max(1, seat.cores // max(1, seat.num_local))
     defaults = _defaults(seat.interface, threads)
-    env = _thread_variables(job.threads_per_worker) if job.threads_per_worker else {}
+    env = thread_variables(job.threads_per_worker) if job.threads_per_worker else {}
     env |= _torchrun(rank, run, seat) | _shoal(job, run) | {"SHOAL_INCARNATION": str(incarnation)}
     if seat.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(seat.gpus)
@@ -195,7 +195,8 @@ def _defaults(interface: str, num_threads: int) -> dict[str, str]:
     }
 
 
-def _thread_variables(num_threads: int) -> dict[str, str]:
+def thread_variables(num_threads: int) -> dict[str, str]:
+    """What `--threads` sets."""
     return {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
 
 
@@ -270,6 +271,14 @@ def _jax(rank: int, run: RunFacts, seat: Seat) -> dict[str, str]:
 def given_gpus() -> tuple[str, ...]:
     """The GPUs that whoever started this process has given to it; empty where nothing was said."""
     return tuple(part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip())
+
+
+def give_gpus(numbers: Sequence[int]) -> None:
+    """Have workers that are started from here on see these GPUs, each its own at its local rank.
+
+    Those that run saw the first of them when they began.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, numbers))
 
 
 def leave_ray() -> None:

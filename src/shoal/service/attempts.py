@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from shoal.checkpoint.disk import make_folder
 from shoal.engine.env import inherited_env
 from shoal.observe.ps import newest_step
 from shoal.observe.runs import is_held
+from shoal.service.clock import Mark
 from shoal.service.folders import attempt_folder, job_folder, newest_token, read, reserve, write
-from shoal.service.orders import CAUSE_OF, CAUSES, Orders, Seen
+from shoal.service.orders import CAUSE_OF, CAUSES, Orders, Seen, Size
 from shoal.service.processes import MARK
 from shoal.service.resources import here
 from shoal.spec.errors import UserError
@@ -98,10 +99,26 @@ def _seen(orders: dict[str, Any], told: dict[str, Any], state: str, *, is_alive:
         "peak_memory_bytes",
         "worker_peak_bytes",
     )
-    known = {name: told[name] for name in (*names, "started_at", "ended_at") if name in told}
+    known = {name: told[name] for name in (*names, "started_at") if name in told}
     workers = now if isinstance(now, int) else int(told.get("num_workers", 0))
     limits = tuple(map(str, told.get("limits", ())))
-    return Seen(state=state, is_alive=is_alive, num_workers=workers, step=step, loss=loss, limits=limits, **known)
+    return Seen(
+        state=state,
+        is_alive=is_alive,
+        num_workers=workers,
+        step=step,
+        loss=loss,
+        limits=limits,
+        mark=_mark_of(told.get("mark")),
+        **known,
+    )
+
+
+def _mark_of(value: Any) -> Mark | None:
+    try:
+        return Mark(**value)
+    except TypeError:  # none, or of another version
+        return None
 
 
 def stop(jobs_folder: str, job: str, token: int, why: str) -> None:
@@ -115,23 +132,20 @@ def stop(jobs_folder: str, job: str, token: int, why: str) -> None:
     _have_kept(folder)
 
 
-def resize(jobs_folder: str, job: str, token: int, num_workers: int, places: Mapping[str, int] | None = None) -> None:
-    """Have an elastic attempt go on with another number of workers, within its limits.
-
-    On a cluster `places` says how many are to be at which address.
-    """
+def resize(jobs_folder: str, job: str, token: int, size: Size) -> None:
+    """Have an elastic attempt go on with another number of workers, within its limits."""
     folder = attempt_folder(jobs_folder, job, token)
     orders = read(folder / "orders.json")
     if not orders or (folder / "ended.json").exists():
         return
     least, most = orders["min_workers"], orders["max_workers"]
-    if not least <= num_workers <= most:
+    if not least <= size.num_workers <= most:
         raise UserError(
-            f"Job {job} cannot have {num_workers} workers.",
+            f"Job {job} cannot have {size.num_workers} workers.",
             why=f"it asked for {least} to {most}",
             hint="ask for those",
         )
-    _tell(folder, "resize.json", {"num_workers": num_workers, **({"nodes": dict(places)} if places else {})})
+    _tell(folder, "resize.json", {name: value for name, value in asdict(size).items() if value})
 
 
 def _tell(folder: Path, name: str, value: dict[str, Any]) -> None:

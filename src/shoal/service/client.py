@@ -1,4 +1,4 @@
-"""Ask a service from Python. It needs nothing but the standard library.
+"""Ask a service from Python. It needs no library for HTTP.
 
 client = shoal.Client()                      # the service of this machine
 job, = client.submit("train.py", workers="1:8", memory="4G")
@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
+
+import msgspec
 
 from shoal.service.people import TOKEN_DAYS, digest_token, new_token
 from shoal.service.places import Login, find_login, is_down
@@ -174,9 +176,10 @@ class Client:
                 if isinstance(error, ssl.SSLCertVerificationError) or time.monotonic() + pause > until:
                     raise self._unreachable(error) from None
                 time.sleep(pause)
-                pause = min(pause * 1.5, 0.5)
+                # One of this machine costs nothing to look for, and is back within a second.
+                pause = min(pause * 1.5, 0.1 if self._given is None else 0.5)
         if status == 200:
-            return dict(json.loads(text))
+            return dict(msgspec.json.decode(text))  # a third of the time of json: a queue may be long
         raise _refusal(status, text)
 
     def _send(self, method: str, path: str, data: bytes | None, key: str) -> tuple[int, bytes]:

@@ -30,6 +30,11 @@ def go_on(last: Mark | None, now: Mark) -> float:
     return last.at + max(0.0, now.wall - last.wall) - now.since_boot
 
 
+def mark_now(boot: str) -> Mark:
+    """This moment, for whoever has no clock of the service."""
+    return Mark(at=0.0, boot=boot, since_boot=since_boot(), wall=time.time())
+
+
 def since_boot() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
@@ -49,6 +54,12 @@ class Clock:
     def mark(self) -> Mark:
         tick = self.tick()
         return Mark(at=self.offset + tick, boot=self.boot, since_boot=tick, wall=self.wall())
+
+    def when(self, mark: Mark) -> float:
+        """When that was on this clock, of a mark that another process made; its `at` is not looked at."""
+        if mark.boot == self.boot:
+            return self.offset + mark.since_boot
+        return self.now() - max(0.0, self.wall() - mark.wall)
 
     def resume(self, last: Mark | None) -> None:
         self.boot = self.boot or boot_id()

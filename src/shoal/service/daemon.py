@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator
 
 from shoal.cluster.files import make_folder, write_private
-from shoal.cluster.reach import choose_address
 from shoal.engine.clusters import boot_id
 from shoal.service import acts, places
 from shoal.service.dispatch import Dispatcher
@@ -20,7 +19,6 @@ from shoal.service.people import ADMIN, Person, digest_token, new_token
 from shoal.service.settings import read_settings
 from shoal.service.state import Shared
 from shoal.service.store import Store
-from shoal.service.transport import certificate_for, files_for
 from shoal.service.warming import Warm, WarmAttempts
 from shoal.service.writer import Change, Writer
 from shoal.spec.errors import ShoalError, UserError
@@ -58,6 +56,12 @@ def _serve(home: str, folder: str, host: str, port: int) -> int:
 
     from shoal.service.api import Api
 
+    class _Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            """Answer first: what the dispatcher needs for decisions takes as long to import as all else."""
+            await super().startup(sockets)
+            dispatcher.start()
+
     settings = read_settings(home, policies)
     store = Store(folder)
     _skip_numbers(store, home)
@@ -71,12 +75,19 @@ def _serve(home: str, folder: str, host: str, port: int) -> int:
                 scheme="http" if _is_loopback(host) else "https",
                 right_way="ask it at the address that `shoal up` printed",
             )
-            certificate = "" if door.scheme == "http" else certificate_for(folder, host)
+            certificate, named, key, chain = "", host, None, None
+            if door.scheme == "https":
+                # Imported here only: the shorter a start, the sooner jobs are known again.
+                from shoal.cluster.reach import choose_address
+                from shoal.service.transport import certificate_for, files_for
+
+                certificate = certificate_for(folder, host)
+                key, chain = files_for(folder)
+                named = choose_address(None) if host in ("0.0.0.0", "::") else host
             _let_owner_in(store, writer, folder)
             shared = Shared(home=home, folder=folder, store=store, settings=settings, writer=writer, woken=woken)
             warm = Warm(lambda: shared.settings.is_warm)
             dispatcher = Dispatcher(shared, WarmAttempts(warm))
-            key, chain = files_for(folder) if certificate else (None, None)
             config = uvicorn.Config(
                 Api(shared, door).app(),
                 log_level="error",
@@ -89,8 +100,6 @@ def _serve(home: str, folder: str, host: str, port: int) -> int:
                 ssl_keyfile=key,
                 ssl_certfile=chain,
             )
-            dispatcher.start()
-            named = choose_address(None) if host in ("0.0.0.0", "::") else host
             address = f"{door.scheme}://{f'[{named}]' if ':' in named else named}:{door.port}"
             up = places.Up(address=address, pid=os.getpid(), boot=boot_id(), certificate=certificate)
             places.write_up(folder, up)
@@ -98,7 +107,7 @@ def _serve(home: str, folder: str, host: str, port: int) -> int:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: None)
             try:
-                uvicorn.Server(config).run(sockets=[listener])
+                _Server(config).run(sockets=[listener])
             finally:
                 dispatcher.close()
                 warm.close()

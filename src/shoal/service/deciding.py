@@ -1,7 +1,7 @@
 """Between the queue and a policy: what the policy is shown, and what of its decisions can be done at once. Pure."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from shoal.place.cluster import Allocation, Ask, Cluster, Devices, Node, Partition, Queued, may_be_stopped
@@ -46,6 +46,36 @@ _NO_PROMISES: Promises = MappingProxyType({})
 
 USUAL_STOP_SECONDS = 5.0
 """What stopping a job and going on with it costs, until that was measured."""
+
+
+def blocked_jobs(
+    jobs: Iterable[Job], states: Mapping[int, str], people: Mapping[str, Person], promised: Promises = _NO_PROMISES
+) -> dict[int, str]:
+    """Jobs that cannot start whatever is free, and why. Nothing changes for others without them."""
+    jobs = list(jobs)
+    used = _workers_in_use(jobs)
+    found = {}
+    for job in jobs:
+        if job.state == WAITING and job.number not in promised:
+            why = blocked_by(job, states, _room_for(job, people, used))
+            if why:
+                found[job.number] = why
+    return found
+
+
+def _workers_in_use(jobs: Iterable[Job]) -> dict[str, int]:
+    """How many workers are reserved for each person."""
+    used: dict[str, int] = {}
+    for job in jobs:
+        if job.allocation:
+            used[job.owner] = used.get(job.owner, 0) + job.num_reserved
+    return used
+
+
+def _room_for(job: Job, people: Mapping[str, Person], used: Mapping[str, int]) -> int | None:
+    """How many workers it may have by the quota of its owner; None is any number."""
+    quota = people[job.owner].max_workers if job.owner in people else None
+    return None if quota is None else quota - used.get(job.owner, 0) + job.num_reserved
 
 
 def queued(job: Job, blocked_by: str, now: float, most: int | None = None) -> Queued:
@@ -128,15 +158,12 @@ def cluster_of(
     promised its nodes runs on them. So nobody else is given them meanwhile. `can_do` knows better.
     """
     jobs = list(jobs)
-    used: dict[str, int] = {}
-    for job in jobs:
-        used[job.owner] = used.get(job.owner, 0) + job.num_reserved
+    used = _workers_in_use(jobs)
     shown = []
     for job in jobs:
         if job.wish == "cancel":
             continue
-        quota = people[job.owner].max_workers if job.owner in people else None
-        room = None if quota is None else quota - used[job.owner] + job.num_reserved
+        room = _room_for(job, people, used)
         view = learned(job, queued(job, blocked_by(job, states, room), now, room))
         rules = settings.partitions.get(job.asked.partition, Partition())
         if not may_be_stopped(job.num_preempted, job.asked.max_preemptions, rules.max_preemptions):
@@ -237,7 +264,8 @@ def room_of(nodes: Iterable[Node], jobs: Iterable[Job]) -> Room:
         {node.name: float(node.gpus) for node in nodes},
     )
     for job in jobs:
-        room.take(needs_of(job), job.allocation, job.devices)
+        if job.allocation:
+            room.take(needs_of(job), job.allocation, job.devices)
     return room
 
 
@@ -294,7 +322,10 @@ class _Turn:
 
     def grow(self, job: Job, place: Place) -> None:
         if job.target is None and not self.over_quota(job, place) and self.fits(job, place):
-            self.todo.append(_todo(job, place))
+            devices = {
+                name: _in_order(held_by(job)[1].get(name, ()), wanted) for name, wanted in place.devices.items()
+            }
+            self.todo.append(_todo(job, replace(place, devices=devices)))
 
     def begin(self, job: Job, promise: Promise) -> None:
         """Start it where it was promised to, or say for whom it waits."""
@@ -359,9 +390,7 @@ def can_do(
 
     `lowers` are jobs that give memory back.
     """
-    used: dict[str, int] = {}
-    for job in jobs.values():
-        used[job.owner] = used.get(job.owner, 0) + job.num_reserved
+    used = _workers_in_use(jobs.values())
     turn = _Turn(jobs, people, dict(promised), now, room_of(nodes, jobs.values()), used)
     for decision in decisions:
         found = jobs.get(int(decision.job))
@@ -434,6 +463,14 @@ def _in_common(had: Allocation, devices: Devices, place: Place) -> dict[str, int
         if count:
             common[name] = count
     return common
+
+
+def _in_order(had: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
+    """GPUs of which workers that run have the first: they found them in this order, and keep them."""
+    left = list(wanted)
+    for device in had:
+        left.remove(device)
+    return (*had, *left)
 
 
 def _is_within(part: Sequence[int], whole: Sequence[int]) -> bool:

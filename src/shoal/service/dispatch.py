@@ -15,17 +15,19 @@ from shoal.service.briefing import orders_for, places_of
 from shoal.service.deciding import (
     Promise,
     Todo,
+    blocked_jobs,
     can_do,
     cluster_of,
+    held_by,
     hopeless,
     still_promised,
     usage_of,
 )
 from shoal.service.job import RUNNING, STARTING, STOPPING, WAITING, Job
-from shoal.service.learned import Prospect, Usual, explain_waits, is_settling, patience_of
+from shoal.service.learned import Learned, Prospect, Usual, explain_waits, is_settling, patience_of
 from shoal.service.learner import Learner
 from shoal.service.machines import Machines
-from shoal.service.orders import Orders
+from shoal.service.orders import Orders, Size, gpus_here
 from shoal.service.places import JOBS
 from shoal.service.settings import FILE, read_settings
 from shoal.service.state import Shared
@@ -50,7 +52,7 @@ class Keeper(Protocol):
     def start(self, jobs_folder: str, orders: Any) -> None: ...
     def look(self, jobs_folder: str, job: str, token: int) -> Any: ...
     def stop(self, jobs_folder: str, job: str, token: int, why: str) -> None: ...
-    def resize(self, jobs_folder: str, job: str, token: int, num_workers: int, places: Mapping[str, int]) -> None: ...
+    def resize(self, jobs_folder: str, job: str, token: int, size: Size) -> None: ...
     def here(self, folder: str) -> Node: ...
 
 
@@ -63,13 +65,17 @@ class Dispatcher:
         self._folder = os.path.join(shared.folder, JOBS)
         os.makedirs(self._folder, mode=0o700, exist_ok=True)
         self._machines = Machines(lambda: keeper.here(shared.home))
+        shared.machines = self._machines.now(shared.settings.ray_address)
         self._learner = Learner(shared, self._look_again, lambda: self._machines.links)
-        self._told: dict[tuple[int, int], tuple[str, int, Mapping[str, int]]] = {}
+        self._told: dict[tuple[int, int], tuple[str, Size]] = {}
         self._started: dict[tuple[int, int], float] = {}
         self._promised: dict[int, Promise] = {}
         self._hope = growing.Hope()
         self._changes_seen = -1
         self._decide_at = 0.0
+        self._is_waited_for = True
+        self._jobs_before: Mapping[int, Job] = {}
+        self._learned_before: Learned | None = None
         self._accrue_at = 0.0
         self._forget_at = 0.0
         self._settings_stamp: object = None
@@ -78,42 +84,45 @@ class Dispatcher:
         self._thread = threading.Thread(target=self._run, name="shoal-dispatcher", daemon=True)
 
     def start(self) -> None:
-        self._shared.machines = self._machines.now(self._shared.settings.ray_address)
-        self._learner.start()
         self._thread.start()
 
     def close(self) -> None:
         """End; jobs go on."""
         self._is_over = True
         self._shared.woken.set()
-        self._thread.join(timeout=30.0)
+        if self._thread.ident is not None:
+            self._thread.join(timeout=30.0)
         self._learner.close()
         self._machines.close()
 
     def _run(self) -> None:
+        self._turn_safely()
+        self._learner.start()
         while not self._is_over:
-            try:
-                self.turn()
-            except Exception as error:  # whatever it is, the others' jobs must go on
-                traceback.print_exc(file=sys.stderr)
-                self._problem("dispatcher", f"{type(error).__name__}: {error}")
-                time.sleep(LOOK_SECONDS)
-            else:
-                self._problem("dispatcher", "")
             self._shared.woken.wait(LOOK_SECONDS)
             self._shared.woken.clear()
+            self._turn_safely()
+
+    def _turn_safely(self) -> None:
+        try:
+            self.turn()
+        except Exception as error:  # whatever it is, the others' jobs must go on
+            traceback.print_exc(file=sys.stderr)
+            self._problem("dispatcher", f"{type(error).__name__}: {error}")
+            time.sleep(LOOK_SECONDS)
+        else:
+            self._problem("dispatcher", "")
 
     def turn(self) -> None:
-        """Look at everything once, and decide where something has changed."""
+        """Look at everything once, and decide where something has changed, or may with time."""
         self._read_settings()
         self._shared.machines = self._machines.now(self._shared.settings.ray_address)
         self._problem("nodes", self._machines.problem)
         self._look()
         now = time.monotonic()
         known = self._shared.known
-        if (
-            known.num_changes != self._changes_seen and now >= self._decide_at
-        ) or now >= self._decide_at + DECIDE_SECONDS:
+        is_new = known.num_changes != self._changes_seen
+        if (is_new and now >= self._decide_at) or (self._is_waited_for and now >= self._decide_at + DECIDE_SECONDS):
             self._changes_seen = known.num_changes
             self._decide_anyhow()
             took = time.monotonic() - now
@@ -131,7 +140,7 @@ class Dispatcher:
     def _look(self) -> None:
         """See what became of attempts, tell keepers what they do not know yet, and write down what changed."""
         seen: dict[int, Any] = {}
-        for job in [job for job in self._shared.known.jobs.values() if job.is_active]:
+        for job in list(self._shared.known.active.values()):
             found = self._keeper.look(self._folder, str(job.number), job.token)
             if job.state == STARTING and _never_began(found) and self._is_due(job):
                 self._start(job)
@@ -143,14 +152,18 @@ class Dispatcher:
                 self._write(
                     job.number,
                     lambda change, job, found=found: transitions.see(  # type: ignore[misc]
-                        job, found, change.now, change.wall
+                        job, found, change.now, change.wall, self._when(found)
                     ),
                     job.token,
                 )
         self._shared.seen = seen
-        active = {(job.number, job.token) for job in self._shared.known.jobs.values() if job.is_active}
+        active = {(job.number, job.token) for job in list(self._shared.known.active.values())}
         self._told = {key: told for key, told in self._told.items() if key in active}
         self._started = {key: at for key, at in self._started.items() if key in active}
+
+    def _when(self, seen: Any) -> tuple[float, float] | None:
+        """Clock and date of what an attempt told last."""
+        return None if seen.mark is None else (self._shared.store.clock.when(seen.mark), seen.mark.wall)
 
     def _look_again(self, job: Job) -> Any:
         return self._keeper.look(self._folder, str(job.number), job.token)
@@ -175,22 +188,26 @@ class Dispatcher:
     def _orders(self, job: Job) -> Orders:
         return orders_for(job, self._shared.settings, self._machines.engine, self._machines.addresses)
 
-    def _places(self, job: Job) -> dict[str, int]:
-        """Where its workers are to be; nothing on one machine, where that is plain."""
-        wanted = job.allocation if job.target is None else job.target
-        return {} if self._machines.engine == "local" else places_of(wanted, self._machines.addresses)
+    def _size(self, job: Job) -> Size:
+        """What it is to have. On one machine it is plain where its workers are; on others Ray gives them GPUs."""
+        wanted, devices = held_by(job)
+        if self._machines.engine != "local":
+            return Size(num_workers=job.num_wanted, nodes=places_of(wanted, self._machines.addresses))
+        return Size(num_workers=job.num_wanted, gpus=gpus_here(devices))
 
     def _tell(self, job: Job, seen: Any) -> None:
         """Pass on a wish or a size. Keepers take the same twice, and after a restart they get it again."""
-        key, wanted = (job.number, job.token), (job.wish, job.num_wanted, self._places(job))
+        key, wanted = (job.number, job.token), (job.wish, self._size(job))
         if self._told.get(key) == wanted:
             return
         if job.state == STOPPING:
             self._keeper.stop(self._folder, str(job.number), job.token, job.wish or "cancel")
         elif (
-            job.asked.is_elastic and seen.state == "running" and (key in self._told or seen.num_workers != wanted[1])
+            job.asked.is_elastic
+            and seen.state == "running"
+            and (key in self._told or seen.num_workers != job.num_wanted)
         ):
-            self._keeper.resize(self._folder, str(job.number), job.token, *wanted[1:])
+            self._keeper.resize(self._folder, str(job.number), job.token, wanted[1])
         elif seen.state != "running":
             return
         self._told[key] = wanted
@@ -215,7 +232,7 @@ class Dispatcher:
             self._learner.ended(ended)
 
     def _accrue(self) -> None:
-        for job in [job for job in self._shared.known.jobs.values() if job.is_active]:
+        for job in list(self._shared.known.active.values()):
             self._write(job.number, lambda change, job: transitions.accrue(job, change.now), job.token)
 
     # --- decisions
@@ -265,16 +282,34 @@ class Dispatcher:
             return prospect.shown(shown, is_settling=is_settling(job, settings, now))
 
         links, promised = self._machines.links, still_promised(self._promised, jobs, nodes)
-        cluster = cluster_of(
-            jobs.values(), nodes, settings, people, usage, links, states, now, promised, with_learned
-        )
+        blocked = blocked_jobs(jobs.values(), states, people, promised)
+        able = [job for number, job in jobs.items() if number not in blocked]
+        self._is_waited_for = bool(able)
+        cluster = cluster_of(able, nodes, settings, people, usage, links, states, now, promised, with_learned)
+        if not self._is_plain:
+            prospects |= self._blocked_prospects({number: jobs[number] for number in blocked}, usual, now)
         shared.prospects = prospects
         policy = POLICIES[settings.policy]
         decisions, lowers = reclaim(cluster, policy(cluster), self._peaks(jobs), policy)
         todo, waits, self._promised = can_do(decisions, jobs, nodes, people, promised, now, lowers)
+        waits |= {
+            number: Wait(job=str(number), why=why) for number, why in blocked.items() if not jobs[number].is_held
+        }
         shared.waits = self._hope_for_more(cluster, explain_waits(waits, cluster), now)
         for each in todo:
             self._do(each)
+
+    def _blocked_prospects(self, blocked: Mapping[int, Job], usual: Usual, now: float) -> dict[int, Prospect]:
+        """What is known of those that cannot start; what was worked out before still holds, for there may be many."""
+        shared = self._shared
+        learned, before = shared.learned, shared.prospects
+        is_same = learned is self._learned_before
+        found = {}
+        for number, job in blocked.items():
+            known = before.get(number) if is_same and self._jobs_before.get(number) is job else None
+            found[number] = known or learned.know(job, job.max_workers, usual, now)
+        self._jobs_before, self._learned_before = blocked, learned
+        return found
 
     def _hope_for_more(self, cluster: Cluster, waits: Mapping[int, Wait], now: float) -> Mapping[int, Wait]:
         """Have a cluster that grows asked for what jobs that wait lack; returns the reasons with that in them."""

@@ -14,9 +14,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from shoal.engine.clusters import boot_id
 from shoal.engine.env import inherited_env, shoal_home
 from shoal.engine.processes import open_pid_fd
 from shoal.engine.requests import ask
@@ -24,9 +26,10 @@ from shoal.engine.seeds import Seed
 from shoal.observe.lines import last_lines
 from shoal.observe.ps import newest_failure
 from shoal.service.cage import Cage, Limits, limit
+from shoal.service.clock import mark_now
 from shoal.service.folders import newest_token, read, take_lock, write, write_reserved
 from shoal.service.launching import Launcher, adopt_orphans, bury_orphans, command_of, launch
-from shoal.service.orders import CAUSE_OF, Orders, orders_of
+from shoal.service.orders import CAUSE_OF, Orders, gpus_here, orders_of
 from shoal.service.processes import MARK, children_of_all, descendants, kill_marked, memory_of, workers_of
 from shoal.service.verdict import Facts, gib, judge
 from shoal.spec.errors import UserError
@@ -55,7 +58,7 @@ def main(folder: Path, seed: Seed | None = None) -> int:
 
 
 def _end(folder: Path, ended: dict[str, Any]) -> None:
-    write_reserved(folder / "ended.json", ended | {"ended_at": time.time()})
+    write_reserved(folder / "ended.json", ended | {"mark": asdict(mark_now(boot_id()))})
 
 
 def _take_job(folder: Path, orders: Orders) -> int | str:
@@ -97,6 +100,7 @@ class Keeper:
         self._resized: dict[str, Any] = {"num_workers": orders.num_workers}
         self._peak_bytes = self._worker_peak_bytes = 0
         self._kills = 0
+        self._boot = boot_id()
 
     def see_through(self) -> dict[str, Any]:
         """Returns what became of it, when nothing of it is left."""
@@ -191,7 +195,7 @@ class Keeper:
 
     def _tell(self) -> None:
         with contextlib.suppress(OSError):  # nothing that was promised: the next may succeed
-            write(self._folder / "status.json", self._status)
+            write(self._folder / "status.json", self._status | {"mark": asdict(mark_now(self._boot))})
 
     def _resize(self, cage: Cage) -> None:
         """Hand a wish on to the launcher. One that does not listen yet is asked again; memory that is given back is
@@ -244,7 +248,7 @@ class Keeper:
 
 
 def _devices(orders: Orders) -> dict[str, str]:
-    numbers = orders.devices.get(os.uname().nodename, ())
+    numbers = gpus_here(orders.devices)
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, numbers))} if numbers else {}
 
 

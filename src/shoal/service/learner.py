@@ -96,7 +96,8 @@ class Learner:
     def close(self) -> None:
         self._is_over = True
         self._woken.set()
-        self._thread.join(timeout=LOST_SECONDS)
+        if self._thread.ident is not None:
+            self._thread.join(timeout=LOST_SECONDS)
 
     def ended(self, job: Job) -> None:
         """A job is over: others will be as long. Returns at once."""
@@ -119,8 +120,8 @@ class Learner:
         """Take what ended, then look at every run that has gone on."""
         self._guarded("jobs that ended", self._take_ended)
         self._guarded("the history of jobs", self._relearn)
-        jobs = {number: job for number, job in self._shared.known.jobs.items() if job.state == RUNNING}
-        due = sorted(jobs.values(), key=lambda job: self._looked_at(job.number))
+        jobs = [job for job in list(self._shared.known.active.values()) if job.state == RUNNING]
+        due = sorted(jobs, key=lambda job: self._looked_at(job.number))
         until = time.monotonic() + self._shared.settings.learn_seconds * SHARE_OF_TIME
         for job in due:
             if self._is_over or time.monotonic() > until:

@@ -5,15 +5,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from shoal.cluster.ask_ray import ask_other, ask_ray
-from shoal.cluster.links import read_links
-from shoal.cluster.listing import Node as Machine
-from shoal.cluster.listing import current_nodes
 from shoal.engine.clusters import HEAD, Cluster, cluster_folder, is_running, read_cluster
 from shoal.place.cluster import Node
 from shoal.service.growing import Bundle
 from shoal.spec.errors import ShoalError
+
+if TYPE_CHECKING:
+    from shoal.cluster.listing import Node as Machine
 
 HERE_SECONDS = 30.0
 RAY_SECONDS = 20.0
@@ -76,10 +76,16 @@ class Machines:
     def close(self) -> None:
         """Ask for nothing any more."""
         if self._told:
+            from shoal.cluster.ask_ray import ask_other
+
             with contextlib.suppress(ShoalError):
                 ask_other(self._address, [])
 
     def _ask(self, cluster: Cluster) -> None:
+        from shoal.cluster.ask_ray import ask_ray
+        from shoal.cluster.links import read_links
+        from shoal.cluster.listing import current_nodes
+
         try:
             found = current_nodes(ask_ray(cluster, "nodes"))
             known = read_links(cluster.folder)
@@ -91,6 +97,9 @@ class Machines:
         self.links = {(link.first, link.second): link.rate for link in known[0]} if known else {}
 
     def _ask_other(self, address: str) -> None:
+        from shoal.cluster.ask_ray import ask_other
+        from shoal.cluster.listing import current_nodes
+
         bundles = self._bundles
         try:
             answer = ask_other(address, bundles if bundles or bundles != self._told else None)
@@ -122,7 +131,7 @@ class Machines:
         self.problem = ""
 
 
-def name_each(found: Sequence[Machine]) -> dict[str, Machine]:
+def name_each(found: "Sequence[Machine]") -> "dict[str, Machine]":
     """Machines by name; those that are called alike by name and address. Pure."""
     count = Counter(node.name for node in found)
     return {node.name if count[node.name] == 1 else f"{node.name}-{node.address}": node for node in found}

@@ -1,10 +1,12 @@
 """What a keeper is told to run, and what is seen of it."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from shoal.place.cluster import Allocation, Devices
+from shoal.service.clock import Mark
 
 CAUSES = ("finished", "failed", "out_of_memory", "cancelled", "preempted", "time_limit", "lost")
 """Why an attempt ended."""
@@ -41,11 +43,29 @@ class Orders:
     grace_seconds: float = 10.0
 
 
+def gpus_here(devices: Devices) -> tuple[int, ...]:
+    """Those on this machine, in the order of the workers that have them."""
+    return tuple(devices.get(os.uname().nodename, ()))
+
+
 def orders_of(value: Mapping[str, Any]) -> Orders:
     """Orders that were kept as JSON. Raises KeyError or TypeError where that is not what it is."""
     known = {each.name: value[each.name] for each in fields(Orders)}
     devices = {str(node): tuple(numbers) for node, numbers in known["devices"].items()}
     return Orders(**known | {"argv": tuple(known["argv"]), "devices": devices})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """What an elastic attempt is to have from now on.
+
+    On a cluster `nodes` says how many workers are to be at which address. `gpus` are those of its workers on this
+    machine, in their order; empty where it has none.
+    """
+
+    num_workers: int
+    nodes: Mapping[str, int] = field(default_factory=dict)
+    gpus: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +76,8 @@ class Seen:
     keeper was killed before it began is absent again: order it once more. `cause` is one of CAUSES once it has ended.
     `memory_bytes` is what its processes use now on this machine, `peak_memory_bytes` the most that was seen, and
     `worker_peak_bytes` the most that one worker had, where all are on this machine. `limits` names what holds its
-    processes: `memory`, `cpu`, `pids` by the kernel, `watchdog` by looks at them.
+    processes: `memory`, `cpu`, `pids` by the kernel, `watchdog` by looks at them. `mark` is when its keeper said so:
+    when the attempt ended, or where its keeper was killed, when that last gave a sign.
     """
 
     state: str = "absent"
@@ -74,5 +95,5 @@ class Seen:
     peak_memory_bytes: int = 0
     worker_peak_bytes: int = 0
     started_at: float | None = None
-    ended_at: float | None = None
+    mark: Mark | None = None
     limits: tuple[str, ...] = ()

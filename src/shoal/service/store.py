@@ -21,13 +21,15 @@ _JOB = "SELECT asked, facts FROM jobs"
 
 @dataclass(slots=True)
 class Known:
-    """What is in memory of the store: all jobs that are not over, people, tokens, nodes that drain, what was used.
+    """What is in memory of the store: all jobs that are not over, people, tokens, nodes that drain.
 
-    Only the writer changes it, after what it shows is on disk. Others read: each dict is replaced or changed by one
-    step that Python does at once.
+    `active` are those of the jobs that have an attempt: they are looked at all the time, and others may be very many.
+    `num_changes` grows with whatever may change a decision. Only the writer changes it, after what it shows is on
+    disk. Others read: each dict is replaced or changed by one step that Python does at once.
     """
 
     jobs: dict[int, Job] = field(default_factory=dict)
+    active: dict[int, Job] = field(default_factory=dict)
     people: Mapping[str, Person] = field(default_factory=dict)
     tokens: Mapping[bytes, Token] = field(default_factory=dict)
     drained: Mapping[str, str] = field(default_factory=dict)
@@ -53,6 +55,7 @@ class Store:
         with self._explained():
             jobs = [decode_job(*row) for row in self.connection.execute(f"{_JOB} WHERE is_over = 0 ORDER BY number")]
             self.known.jobs = {job.number: job for job in jobs}
+            self.known.active = {job.number: job for job in jobs if job.is_active}
             last = self.connection.execute("SELECT max(number) FROM jobs").fetchone()[0] or 0
             self.next_number = max(last, int(self.fact("last_number", "0"))) + 1
             self.load_people()

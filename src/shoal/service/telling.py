@@ -6,7 +6,6 @@ from typing import Any
 import msgspec
 
 from shoal.observe.clean import clean
-from shoal.observe.predictions import judge
 from shoal.place.cluster import Node, Partition
 from shoal.place.decision import Wait
 from shoal.service.job import Job
@@ -105,6 +104,8 @@ def tell_more(job: Job, who: Person, rules: Partition) -> dict[str, Any]:
 
 def tell_learned(prospect: Prospect | None, predictions: Sequence[Prediction]) -> dict[str, Any]:
     """How far off what is expected of a job may be and where it is from, and how well its speed was predicted."""
+    from shoal.observe.predictions import judge
+
     known = prospect or Prospect()
     accuracy = judge(predictions)
     return {

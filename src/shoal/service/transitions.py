@@ -204,15 +204,21 @@ def kind_seconds_at(job: Job, now: float) -> dict[str, float]:
     return {**job.kind_seconds, **{kind: job.kind_seconds.get(kind, 0.0) + seconds for kind in job.node_kinds}}
 
 
-def see(job: Job, seen: Sight, now: float, wall: float) -> Job:
-    """The job after a look at its attempt. What was seen of an attempt that is not its newest must not come here."""
+def see(job: Job, seen: Sight, now: float, wall: float, ended: tuple[float, float] | None = None) -> Job:
+    """The job after a look at its attempt. What was seen of an attempt that is not its newest must not come here.
+
+    `ended`, clock and date, is when an attempt ended that is over, where that is known: it may be a while ago, and
+    nothing is charged for the time since.
+    """
     if not job.is_active:
         return job
     if seen.state == "absent":
         # Nobody but the service starts attempts: one that is to start will be started with the same token.
         return job if job.state == STARTING else _end(job, "lost", "its process is gone", None, now, wall)
     if seen.state == "ended":
-        return _end(_know_step(job, seen), seen.cause, seen.message, seen.exit_code, now, wall)
+        at, date = ended or (now, wall)
+        at = min(max(at, job.accrued_at), now)
+        return _end(_know_step(job, seen), seen.cause, seen.message, seen.exit_code, at, date)
     if job.stopping_seconds is not None and not job.wish and (seen.step or 0) > (job.last_step or 0):
         # Now it is further than it was when it was stopped: that is what stopping it has cost.
         cost = job.stopping_seconds + max(0.0, now - job.began_at)

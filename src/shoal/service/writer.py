@@ -153,9 +153,13 @@ class Writer:
                 known.jobs.pop(number, None)
             else:
                 known.jobs[number] = job
-        known.num_changes += len(batch)
+            if job.is_active:
+                known.active[number] = job
+            else:
+                known.active.pop(number, None)
         if touches_people:
             self._store.load_people()
+        known.num_changes += len(batch) + touches_people
 
     def _refuse(self, asked: list[tuple[Callable[[Change], Any], "Future[Any]"]], error: sqlite3.Error) -> None:
         problem = ShoalError(

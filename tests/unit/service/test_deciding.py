@@ -14,6 +14,7 @@ from shoal.service.deciding import (
     Promise,
     Todo,
     blocked_by,
+    blocked_jobs,
     can_do,
     cluster_of,
     hopeless,
@@ -243,7 +244,7 @@ def test_other_gpus_of_the_same_node_mean_another_start():
     elastic = begun(1, {"a": 2}, {"a": (0, 1)}, gpus=1.0, max_workers=4, is_elastic=True)
     grown = Place(job="1", allocation={"a": 3}, devices={"a": (1, 0, 3)})
     (todo,), _, _ = can_do([grown], {1: elastic}, nodes, {})
-    assert todo.devices == {"a": (1, 0, 3)}
+    assert todo.devices == {"a": (0, 1, 3)}, "workers that run keep theirs, in their order"
     other = Place(job="1", allocation={"a": 3}, devices={"a": (1, 2, 3)})
     (todo,), _, _ = can_do([other], {1: elastic}, nodes, {})
     assert todo.allocation == {}
@@ -455,3 +456,33 @@ def test_an_elastic_job_gives_workers_to_who_waits_for_memory_if_its_class_does_
     box.settle()
     gives = CLASSES.index(holds) <= CLASSES.index(waits)
     assert (box.jobs[1].num_reserved, box.jobs[2].num_reserved) == ((1, 1) if gives else (2, 0))
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_jobs_that_cannot_start_change_nothing_for_others(policy: str):
+    held = [replace(job(number, max_workers=4), is_held=True) for number in range(10, 20)]
+    after = [job(number, after=(1,)) for number in range(20, 25)]
+    others = [begun(1, {"a": 1}), job(2, max_workers=3), job(3, owner="bob", priority=3)]
+    whole = [*held, *others, *after]
+    blocked = blocked_jobs(whole, {1: "running"}, {})
+    assert blocked == dict.fromkeys(range(10, 20), "held") | dict.fromkeys(range(20, 25), "after job 1")
+    decide = POLICIES[policy]
+    most, least = (
+        decide(cluster_of(jobs, NODES, Settings(), {}, {}, {}, {1: "running"}, 5.0)) for jobs in (whole, others)
+    )
+    assert [each for each in most if int(each.job) not in blocked] == list(least)
+
+
+def test_one_that_is_promised_nodes_is_not_blocked_and_quotas_count_what_is_held():
+    jobs = [begun(1, {"a": 2}), job(2), job(3, owner="bob")]
+    people = {"ann": Person(name="ann", role="user", max_workers=2)}
+    assert set(blocked_jobs(jobs, {}, people)) == {2}
+    assert blocked_jobs(jobs, {}, people, {2: Promise(place=place(2, a=1), at=0.0)}) == {}
+
+
+def test_an_elastic_job_that_grows_keeps_its_gpus_in_their_order():
+    node = Node(name="a", cores=8.0, memory_bytes=GIB, gpus=4)
+    had = begun(1, {"a": 2}, {"a": (2, 0)}, gpus=1.0, max_workers=4, is_elastic=True)
+    wanted = Place(job="1", allocation={"a": 4}, devices={"a": (0, 1, 2, 3)}, why="")
+    (todo,), _, _ = can_do([wanted], {1: had}, [node], {})
+    assert todo.devices == {"a": (2, 0, 1, 3)}

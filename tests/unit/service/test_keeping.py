@@ -11,7 +11,7 @@ from shoal.service.attempts import look, resize, start, stop
 from shoal.service.cage import LAUNCHER_BYTES, Cage, Limits, settings_of
 from shoal.service.folders import RESERVED_BYTES, newest_token, read, reserve, take_lock, write, write_reserved
 from shoal.service.launching import command_of
-from shoal.service.orders import Orders, orders_of
+from shoal.service.orders import Orders, Size, orders_of
 from shoal.service.resources import here
 from shoal.service.verdict import Facts, judge
 from shoal.spec.errors import UserError
@@ -131,7 +131,7 @@ def test_one_holds_a_lock_and_another_does_not(tmp_path: Path) -> None:
 
 def test_what_was_never_ordered_is_left_alone(tmp_path: Path) -> None:
     stop(str(tmp_path), "7", 1, "cancel")
-    resize(str(tmp_path), "7", 1, 2)
+    resize(str(tmp_path), "7", 1, Size(num_workers=2))
     assert os.listdir(tmp_path) == []
     with pytest.raises(UserError, match="no reason"):
         stop(str(tmp_path), "7", 1, "boredom")

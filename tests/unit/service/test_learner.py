@@ -26,7 +26,7 @@ from shoal.service.orders import Seen
 from shoal.service.settings import Settings
 from shoal.service.state import Shared
 from shoal.service.store import Store
-from shoal.service.transitions import see, start, submit
+from shoal.service.transitions import release, see, start, submit
 from shoal.service.writer import Writer
 from shoal.spec.event import Event, StepMetrics
 
@@ -302,14 +302,16 @@ def test_a_model_that_is_no_good_stops_nobody(service: Service, capfd: pytest.Ca
             raise FloatingPointError("no number")
 
     asked = read_submission({"jobs": [{"args": ["t.py"], "dir": "/"}]}).jobs[0]
-    service.writer.do(
-        lambda change: change.add(lambda number: submit(number, "ann", asked, 0.0, 0.0, is_held=True))
-    ).result()
+    for each in (asked, replace(asked, after=(1,))):
+        service.writer.do(
+            lambda change, each=each: change.add(lambda number: submit(number, "ann", each, 0.0, 0.0, is_held=True))
+        ).result()
+    service.writer.do(lambda change: change.put(release(change.job(2)))).result()
     dispatcher = Dispatcher(service.shared, attempts)
     service.shared.learned = Bad()
     dispatcher._decide_anyhow()
     dispatcher._decide_anyhow()
-    assert service.shared.waits[1].why == "held"
+    assert service.shared.waits[2].why == "after job 1"
     assert "no number" in service.shared.problems["learning"]
     assert capfd.readouterr().err.count("Traceback") == 1
     service.shared.learned = Learned()

@@ -36,6 +36,14 @@ def test_a_job_goes_from_waiting_to_finished_and_gives_back_what_it_had():
     assert done.service_seconds == 2 * (32 - 11)
 
 
+def test_what_ended_while_nobody_looked_is_charged_until_then():
+    job = moves.accrue(running(), 20.0)
+    for at, charged in ((25.0, 25), (19.0, 20), (5000.0, 4000)):
+        done = moves.see(job, ended("finished"), 4000.0, 9000.0, (at, 1025.0))
+        assert done.service_seconds == 2 * (charged - 11)
+        assert (done.changed_at, done.ended_wall) == (charged, 1025.0)
+
+
 @pytest.mark.parametrize(
     ("wish", "cause", "state"),
     [

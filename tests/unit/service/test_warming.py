@@ -4,7 +4,7 @@ import pytest
 
 from shoal.engine.seeds import is_alike
 from shoal.service.orders import Orders
-from shoal.service.warming import is_usual, threads_of
+from shoal.service.warming import Kind, kind_of, threads_of
 
 
 def orders(*argv: str, **more: object) -> Orders:
@@ -27,15 +27,25 @@ def test_only_what_the_run_says_of_itself_may_differ() -> None:
         orders("--env", "LR=1"),
         orders("--env=LR=1"),
         orders("--python", "/usr/bin/python3"),
-        orders("--threads", "2"),
         orders("--engine", "ray"),
         orders("--framework", "jax"),
-        orders(env={"LR": "1", "SHOAL_JOB": "1"}),
+        *(orders(env={name: "1"}) for name in ("PYTHONPATH", "LD_PRELOAD", "HOME")),
     ],
 )
 def test_what_is_special_is_started_plainly(asked: Orders) -> None:
-    assert not is_usual(asked)
-    assert is_usual(orders("-m", env={"SHOAL_JOB": "1", "SHOAL_ARRAY_INDEX": "0"}))
+    assert kind_of(asked, 8, is_held=True) is None
+
+
+def test_a_kind_is_its_threads_and_its_variables() -> None:
+    def found(asked: Orders) -> Kind | None:
+        return kind_of(asked, 8, is_held=True)
+
+    assert found(orders("-m", env={"SHOAL_JOB": "1", "SHOAL_ARRAY_INDEX": "0"})) == found(orders()) == Kind(8, {})
+    assert found(orders(env={"OMP_NUM_THREADS": "5", "LR": "1"})) == Kind(8, {"OMP_NUM_THREADS": "5", "LR": "1"})
+    both = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
+    assert (
+        found(orders("--threads", "2")) == found(orders("--threads=2", env={"OMP_NUM_THREADS": "5"})) == Kind(2, both)
+    )
 
 
 @pytest.mark.parametrize(
