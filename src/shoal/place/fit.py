@@ -7,7 +7,18 @@ import numpy as np
 
 from shoal.place.cluster import Cluster, Node, Partition, Queued
 from shoal.place.mix import Floats, Mix
-from shoal.place.space import MILLI, Bools, Ints, Need, Space, mask_of, need_of
+from shoal.place.space import (
+    MILLI,
+    Bools,
+    Ints,
+    Need,
+    Space,
+    State,
+    count_in,
+    mask_of,
+    need_of,
+    state_after,
+)
 from shoal.place.states import Numbered, States
 from shoal.spec.errors import UserError
 
@@ -24,16 +35,22 @@ FIT_WEIGHT = 0.001
 """Best fit only decides between nodes that lose the same."""
 
 NEVER = np.inf
+DIGITS = 12
+FEW = 16
+"""So many states are looked at one by one; numpy pays for more."""
+
 MAX_SEEDS = 8
 MAX_LINKED = 64
 
 
 @dataclass(slots=True)
 class Row:
-    """What is known of every node for one need: workers that fit, and how well. `seen` changes are in the counts,
-    `scored` in the scores: those are brought up to date when somebody has to choose."""
+    """What is known of every node of a `mask` for one need: workers that fit, `total` in all, and how well. `seen`
+    changes are in the counts, `scored` in the scores: those are brought up to date when somebody has to choose."""
 
+    mask: Bools
     counts: Ints
+    total: int
     seen: int
     scores: Floats | None = None
     scored: int = 0
@@ -43,8 +60,8 @@ class Row:
 class Fits:
     """What one need makes of every state: workers that fit, and how well, as far as that was asked for."""
 
-    counts: Ints
-    scores: Floats
+    counts: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -63,6 +80,7 @@ class Finder:
     holders: dict[str, Bools] = field(default_factory=dict)
     states: States = field(default_factory=States)
     fits: dict[Need, Fits] = field(default_factory=dict)
+    losses: dict[State, float] = field(default_factory=dict)
     refused: dict[tuple[Need, frozenset[str]], tuple[int, int]] = field(default_factory=dict)
     """The fewest workers that found no room, and how much had been given back by then."""
     numbered: Numbered = field(init=False)
@@ -73,37 +91,45 @@ class Finder:
     def over(self, space: Space) -> "Finder":
         """One for another space of the same nodes, which shares what is known of states."""
         return Finder(
-            space, self.mix, self.links, set(self.barred), {}, self.masks, self.holders, self.states, self.fits
+            space,
+            self.mix,
+            self.links,
+            set(self.barred),
+            {},
+            self.masks,
+            self.holders,
+            self.states,
+            self.fits,
+            self.losses,
         )
 
     def row(self, need: Need, zone: frozenset[str]) -> Row:
         """How many workers fit on every node, as of now. `zone` are the partitions it may use."""
         changes = self.space.changes
         row = self.rows.get((need, zone))
-        if row is not None and row.seen == len(changes):
-            return row
-        mask, numbers = self.mask(need.kinds, zone), self.numbered.now()
-        counts = self._counts(need)
         if row is None:
-            row = self.rows[need, zone] = Row(np.where(mask, counts[numbers], 0), len(changes))
-        else:
-            at = _changed(changes, row.seen, mask)
-            row.counts[at] = counts[numbers[at]]
+            mask, numbers = self.mask(need.kinds, zone), self.numbered.now()
+            counts = np.where(mask, np.array(self._counts(need), np.int64)[numbers], 0)
+            row = self.rows[need, zone] = Row(mask, counts, int(counts.sum()), len(changes))
+        elif row.seen != len(changes):
+            numbers, counts = self.numbered.now(), row.counts
+            fits = self._counts(need)
+            for at in _changed(changes, row.seen, row.mask):
+                count = fits[numbers[at]]
+                row.total += count - int(counts[at])
+                counts[at] = count
             row.seen = len(changes)
         return row
 
     def scores(self, need: Need, zone: frozenset[str]) -> Floats:
         """How bad it would be to put one worker on each node; never where none has room."""
         changes, row = self.space.changes, self.row(need, zone)
-        if row.scores is not None and row.scored == len(changes):
-            return row.scores
-        mask, numbers = self.mask(need.kinds, zone), self.numbered.now()
-        scores = self._scores(need)
         if row.scores is None:
-            row.scores = np.where(mask, scores[numbers], NEVER)
-        else:
-            at = _changed(changes, row.scored, mask)
-            row.scores[at] = scores[numbers[at]]
+            row.scores = np.where(row.mask, np.array(self._scores(need))[self.numbered.now()], NEVER)
+        elif row.scored != len(changes):
+            numbers, fits = self.numbered.now(), self._scores(need)
+            for at in _changed(changes, row.scored, row.mask):
+                row.scores[at] = fits[numbers[at]]
         row.scored = len(changes)
         return row.scores
 
@@ -115,26 +141,32 @@ class Finder:
             self.masks[kinds, zone] = found
         return found
 
-    def _counts(self, need: Need) -> Ints:
+    def _counts(self, need: Need) -> list[int]:
         """How many workers fit into every state; those that are new are worked out."""
-        fits = self.fits.setdefault(need, Fits(np.zeros(0, np.int64), np.zeros(0)))
-        first = len(fits.counts)
-        if first < len(self.states.listed):
-            new = self.states.room(self.space, first).counts(need, slice(None))
-            fits.counts = np.concatenate((fits.counts, new))
-        return fits.counts
+        fits = self.fits.get(need)
+        if fits is None:
+            fits = self.fits[need] = Fits()
+        counts, listed = fits.counts, self.states.listed
+        if len(counts) < len(listed) - FEW:
+            counts += self.states.room(self.space, len(counts)).counts(need, slice(None)).tolist()
+        elif len(counts) < len(listed):
+            counts += [count_in(state, need) for state in listed[len(counts) :]]
+        return counts
 
-    def _scores(self, need: Need) -> Floats:
+    def _scores(self, need: Need) -> list[float]:
         """How well every state fits."""
-        counts, fits = self._counts(need), self.fits[need]
-        first = len(fits.scores)
+        counts, scores = self._counts(need), self.fits[need].scores
+        first = len(scores)
         if first < len(counts):
-            scores = np.full(len(counts) - first, NEVER)
-            able = np.flatnonzero(counts[first:] > 0)
-            if len(able):
-                scores[able] = self.score(need, self.states.room(self.space, first), able)
-            fits.scores = np.concatenate((fits.scores, scores))
-        return fits.scores
+            scores += [NEVER] * (len(counts) - first)
+            able = [at for at in range(first, len(counts)) if counts[at] > 0]
+            if len(able) > FEW:
+                found = self.score(need, self.states.room(self.space, first), np.array(able) - first).tolist()
+            else:
+                found = [self.score_in(need, self.states.listed[at]) for at in able]
+            for at, score in zip(able, found, strict=True):
+                scores[at] = score
+        return scores
 
     def score(self, need: Need, space: Space, at: Ints) -> Floats:
         """The lower the better, from -1 to 1: GPUs that one worker more would make useless for what usually comes.
@@ -147,13 +179,29 @@ class Finder:
         worse = self.mix.lost(space.rooms_after(need, at)) - self.mix.lost(space.rooms(at))
         cost = (worse + SCARCE_WEIGHT * need.gpu * self.mix.scarce[space.kind[at]]) / MILLI
         # Equals must be equal whatever machine sums them up, or the last bit would decide.
-        return np.round(cost / (1.0 + np.abs(cost)) + fit, 12)
+        return np.round(cost / (1.0 + np.abs(cost)) + fit, DIGITS)
+
+    def score_in(self, need: Need, state: State) -> float:
+        """The same for one state."""
+        fit = FIT_WEIGHT * _fit_in(state, self.space.tops, need)
+        if self.mix is None:
+            return fit
+        worse = self._lost(state_after(state, need)) - self._lost(state)
+        cost = (worse + SCARCE_WEIGHT * need.gpu * float(self.mix.scarce[state[0]])) / MILLI
+        # As numpy rounds.
+        return round((cost / (1.0 + abs(cost)) + fit) * 10.0**DIGITS) / 10.0**DIGITS
+
+    def _lost(self, state: State) -> float:
+        found = self.losses.get(state)
+        if found is None:
+            assert self.mix is not None
+            found = self.losses[state] = self.mix.lost_in(state)
+        return found
 
     def most(self, need: Need, zone: frozenset[str]) -> int:
         """How many workers with this need have room now."""
         row = self.row(need, zone)
-        total = int(row.counts.sum())
-        return total - sum(int(row.counts[at]) for at in self.barred)
+        return row.total - sum(int(row.counts[at]) for at in self.barred)
 
     def is_refused(self, need: Need, workers: int, zone: frozenset[str]) -> bool:
         """Whether it is known that so many have no room. False: look."""
@@ -175,12 +223,12 @@ class Finder:
     def _pick(
         self, job: Queued, need: Need, workers: int, zone: frozenset[str], favour: Floats | None
     ) -> Spots | None:
+        if self.most(need, zone) < workers:
+            return None
         counts = self.row(need, zone).counts
         if self.barred:
             counts = counts.copy()
             counts[list(self.barred)] = 0
-        if int(counts.sum()) < workers:
-            return None
         scores = self.scores(need, zone)
         if job.needs:
             scores = scores - DATA_WEIGHT * self.held_part(job.needs)
@@ -237,10 +285,9 @@ class Finder:
         return self.links.get(pair, self.links.get((pair[1], pair[0]), 0.0))
 
 
-def _changed(changes: Sequence[int], seen: int, mask: Bools) -> Ints:
+def _changed(changes: Sequence[int], seen: int, mask: Bools) -> list[int]:
     """Nodes of the mask that changed since."""
-    at = np.array(changes[seen:], np.int64)
-    return at[mask[at]]
+    return [at for at in set(changes[seen:]) if mask[at]]
 
 
 def _fit(space: Space, need: Need, at: Ints | slice) -> Floats:
@@ -257,6 +304,17 @@ def _fit(space: Space, need: Need, at: Ints | slice) -> Floats:
         left = np.where(free >= need.share, free - need.share, MILLI).min(axis=1) / MILLI
         return np.asarray(left + gpus + 0.25 * (cores + memory), np.float64)
     return np.asarray(2 * gpus + 0.25 * (cores + memory), np.float64)
+
+
+def _fit_in(state: State, tops: Sequence[int], need: Need) -> float:
+    """The same as `_fit`, for one state."""
+    cores, memory, gpus = state[1] / tops[0], state[2] / tops[1], sum(state[4:]) / tops[2]
+    if not need.gpu:
+        return 2 * gpus + cores + memory
+    if need.share:
+        left = min([free - need.share if free >= need.share else MILLI for free in state[4:]]) / MILLI
+        return left + gpus + 0.25 * (cores + memory)
+    return 2 * gpus + 0.25 * (cores + memory)
 
 
 def _pack(counts: Ints, scores: Floats, workers: int) -> Spots:

@@ -1,5 +1,6 @@
 """What is free on every node, as arrays that placement scans at once; whole numbers, so that nothing is lost."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -10,8 +11,12 @@ from shoal.place.cluster import Ask, Node
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+State = tuple[int, ...]
+"""Of one node: kind, cores, memory, disk, then the GPUs from the fullest to the emptiest: all that placement looks at."""
+
 MILLI = 1000
 PLENTY = 1 << 40
+UNBOUNDED = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +147,11 @@ class Space:
             self.cores[at] - need.cores, self.memory[at] - need.memory, self.disk[at] - need.disk, gpu, self.kind[at]
         )
 
+    def state(self, at: int) -> State:
+        """What one node has free."""
+        gpus = sorted(self.gpu[at].tolist())
+        return int(self.kind[at]), int(self.cores[at]), int(self.memory[at]), int(self.disk[at]), *gpus
+
     def pick_devices(self, at: int, need: Need, workers: int, had: Sequence[int] = ()) -> tuple[int, ...]:
         """The best fitting devices for so many workers on one node: those they `had`, then the fullest with room."""
         free = self.gpu[at].tolist()
@@ -189,3 +199,31 @@ class Space:
 def mask_of(nodes: Iterable[Node], kinds: frozenset[str]) -> Bools:
     """Nodes where new workers of these kinds may start: not draining, and of an allowed kind."""
     return np.array([not node.is_draining and (not kinds or node.kind in kinds) for node in nodes], np.bool_)
+
+
+def count_in(state: State, need: Need) -> int:
+    """The same as `Space.counts`, for one node."""
+    room = UNBOUNDED
+    for free, wanted in ((state[1], need.cores), (state[2], need.memory), (state[3], need.disk)):
+        if wanted > 0:
+            room = min(room, free // wanted)
+    if need.whole:
+        room = min(room, state[4:].count(MILLI) // need.whole)
+    elif need.share:
+        room = min(room, sum([free // need.share for free in state[4:]]))
+    return PLENTY if room == UNBOUNDED else max(room, 0)
+
+
+def state_after(state: State, need: Need) -> State:
+    """The same as `Space.rooms_after`, for one node."""
+    gpus = state[4:]
+    if need.whole:
+        # Those that nobody uses stand last.
+        gpus = (0,) * need.whole + gpus[: len(gpus) - need.whole]
+    elif need.share:
+        first = bisect_left(gpus, need.share)
+        left = gpus[first] - need.share
+        rest = gpus[:first] + gpus[first + 1 :]
+        place = bisect_left(rest, left)
+        gpus = (*rest[:place], left, *rest[place:])
+    return state[0], state[1] - need.cores, state[2] - need.memory, state[3] - need.disk, *gpus

@@ -8,10 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shoal.place.space import Ints, Space
-
-State = tuple[int, ...]
-"""Kind, cores, memory, disk, then the GPUs from the fullest to the emptiest: all that placement looks at."""
+from shoal.place.space import Ints, Space, State
 
 FEW = 64
 
@@ -54,16 +51,11 @@ class Numbered:
             changed = set(space.changes[self.seen :])
             if len(changed) <= FEW:
                 for at in changed:
-                    self.numbers[at] = self.states.number(self._state(at))
+                    self.numbers[at] = self.states.number(space.state(at))
             else:
                 self._renew(np.array(sorted(changed), np.int64))
         self.seen = len(space.changes)
         return self.numbers
-
-    def _state(self, at: int) -> State:
-        space = self.space
-        gpus = sorted(space.gpu[at].tolist())
-        return int(space.kind[at]), int(space.cores[at]), int(space.memory[at]), int(space.disk[at]), *gpus
 
     def _renew(self, at: Ints) -> None:
         assert self.numbers is not None
