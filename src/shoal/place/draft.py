@@ -24,13 +24,14 @@ class Use:
 
 @dataclass(slots=True)
 class Draft:
-    """Who would hold what. `free` is what nobody has; `reach` adds what may be taken away for the job at hand, and is
+    """Who would hold what. `empty` are the nodes with nothing on them, `free` is what nobody has; `reach` adds what may be taken away for the job at hand, and is
     made when somebody first needs it.
 
     `exposed` says, job by job, what of it is in `reach` only. `why` are the reasons for changes, job by job.
     """
 
     cluster: Cluster
+    empty: Space
     free: Finder
     jobs: Mapping[str, Queued]
     needs: dict[str, Need]
@@ -51,6 +52,7 @@ class Draft:
                 for at, (workers, devices) in shown.items():
                     space.give_back(at, self.needs[name], workers, devices)
             self.reached = self.free.over(space)
+            self.reached.barred = self.free.barred
         return self.reached
 
     def hold(self, job: Queued, spots: Spots, had: Held | None = None) -> None:
@@ -195,11 +197,15 @@ class Draft:
         use.gpus += workers * need.gpu
 
 
-def draft_of(cluster: Cluster) -> Draft:
-    """The cluster as it is now, nothing exposed."""
+def draft_of(cluster: Cluster, like: Draft | None = None) -> Draft:
+    """The cluster as it is now, nothing exposed.
+
+    One that is `like` it is of the same nodes, and of the same jobs with the same asks: what is known of those holds.
+    """
     asks: dict[Ask, Need] = {}
     needs: dict[str, Need] = {}
-    space = Space(cluster.nodes)
+    empty = Space(cluster.nodes) if like is None else like.empty
+    space = empty.copy()
     counts: dict[Need, int] = {}
     for job in cluster.jobs:
         need = asks.get(job.ask)
@@ -207,12 +213,16 @@ def draft_of(cluster: Cluster) -> Draft:
             need = asks[job.ask] = need_of(job.ask)
         needs[job.id] = need
         counts[need] = counts.get(need, 0) + job.min_workers
-    mix = mix_of(counts, cluster.nodes, space.kinds)
+    if like is None:
+        free = Finder(space, mix_of(counts, cluster.nodes, space.kinds), cluster.links)
+    else:
+        free = like.free.over(space)
     names = {node.partition for node in cluster.nodes} | {job.partition for job in cluster.jobs}
     partitions = {name: cluster.partitions.get(name, Partition(name=name)) for name in sorted(names)}
     draft = Draft(
         cluster=cluster,
-        free=Finder(space, mix, cluster.links),
+        empty=empty,
+        free=free,
         jobs={job.id: job for job in cluster.jobs},
         needs=needs,
         partitions=partitions,

@@ -69,12 +69,13 @@ class Finder:
     """Finds nodes in a `Space`. It remembers, need by need, how every node fits, and looks again where that changed.
 
     Scores are worked out for states, not for nodes, so a decision over ten thousand nodes costs little for each job.
+    Nobody starts on nodes that are `barred`; those are never fewer than they were.
     """
 
     space: Space
     mix: Mix | None = None
     links: Links = field(default_factory=dict)
-    barred: set[int] = field(default_factory=set)
+    barred: frozenset[int] = frozenset()
     rows: dict[tuple[Need, frozenset[str]], Row] = field(default_factory=dict)
     masks: dict[tuple[frozenset[str], frozenset[str]], Bools] = field(default_factory=dict)
     holders: dict[str, Bools] = field(default_factory=dict)
@@ -89,18 +90,16 @@ class Finder:
         self.numbered = Numbered(self.space, self.states)
 
     def over(self, space: Space) -> "Finder":
-        """One for another space of the same nodes, which shares what is known of states."""
+        """One for another space of the same nodes, which shares what is known of states; no node is barred there."""
         return Finder(
             space,
             self.mix,
             self.links,
-            set(self.barred),
-            {},
-            self.masks,
-            self.holders,
-            self.states,
-            self.fits,
-            self.losses,
+            masks=self.masks,
+            holders=self.holders,
+            states=self.states,
+            fits=self.fits,
+            losses=self.losses,
         )
 
     def row(self, need: Need, zone: frozenset[str]) -> Row:
@@ -116,7 +115,7 @@ class Finder:
             fits = self._counts(need)
             for at in _changed(changes, row.seen, row.mask):
                 count = fits[numbers[at]]
-                row.total += count - int(counts[at])
+                row.total += count - counts.item(at)
                 counts[at] = count
             row.seen = len(changes)
         return row
@@ -201,7 +200,7 @@ class Finder:
     def most(self, need: Need, zone: frozenset[str]) -> int:
         """How many workers with this need have room now."""
         row = self.row(need, zone)
-        return row.total - sum(int(row.counts[at]) for at in self.barred)
+        return row.total - sum([row.counts.item(at) for at in self.barred]) if self.barred else row.total
 
     def is_refused(self, need: Need, workers: int, zone: frozenset[str]) -> bool:
         """Whether it is known that so many have no room. False: look."""
@@ -215,8 +214,7 @@ class Finder:
         if self.is_refused(need, workers, zone):
             return None
         spots = self._pick(job, need, workers, zone, favour)
-        # Nodes that are barred now may be free again with nothing given back.
-        if spots is None and not self.barred:
+        if spots is None:
             self.refused[need, zone] = workers, self.space.num_returns
         return spots
 

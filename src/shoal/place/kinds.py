@@ -5,6 +5,7 @@ that the jobs that run get the most done together: one that is twice as fast on 
 times as fast there.
 """
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.place.cluster import Ask, Cluster, Node, Queued
-from shoal.place.decision import Decision, Place, Wait
-from shoal.place.rules import USUAL, Rules, fill, is_due, tier_of, waited_seconds
+from shoal.place.decision import Decision, Place
+from shoal.place.draft import Draft
+from shoal.place.rules import USUAL, Rules, fill, is_due, tier_of, waited_seconds, walk_through
 from shoal.place.space import Space, need_of
 from shoal.place.waiting import seconds_left
 
@@ -51,25 +53,25 @@ def fill_kinds(
     order = sorted(order, key=lambda job: job.id not in kinds)
     here = {job.id: sorts.kind_now(job) for job in order if job.allocation}
     asked = {job.id: job for job in order}
+    elsewhere = functools.cache(lambda name: sorts.elsewhere(asked[name]))
+    views = {job.id: _view(sorts, job, kinds.get(job.id, "")) for job in order}
     stay: set[str] = set()
+    like: Draft | None = None
     for attempt in range(MAX_TRIES + 1):
         # Whose nodes are all gone is on no kind: it does not move, it starts anew.
         moving = {name for name, now in here.items() if now and kinds.get(name, now) != now and name not in stay}
         if attempt == MAX_TRIES:
             moving = set()
-        views = [_view(cluster.now, sorts, job, kinds.get(job.id, ""), job.id in moving) for job in order]
-        decisions = fill(
-            replace(cluster, jobs=tuple(views)),
-            views,
-            rules=rules,
-            stops_peers=stops_peers,
-            elsewhere=lambda view: sorts.elsewhere(asked[view.id]),
-        )
+        seen = [_moving(cluster.now, view) if name in moving else view for name, view in views.items()]
+        shown = replace(cluster, jobs=tuple(seen))
+        walk = walk_through(shown, seen, rules, stops_peers, lambda job: elsewhere(job.id), like)
         # Who was to move and found no room keeps its place, and all is looked at again.
-        lost = {item.job for item in decisions if isinstance(item, Wait) and item.job in moving}
+        lost = {name for name in moving if name not in walk.draft.held}
         if not lost:
             break
         stay |= lost
+        like = walk.draft
+    decisions = walk.decisions()
     reasons = {name: f"moved from {here[name]} to {kinds[name]} nodes: it gains most there" for name in moving}
     return [
         replace(item, why=reasons[item.job]) if isinstance(item, Place) and item.job in reasons else item
@@ -78,7 +80,7 @@ def fill_kinds(
 
 
 class Sorts:
-    """What kinds of nodes there are, looked up once for all jobs."""
+    """What kinds of nodes there are, looked up once for all jobs; lives as long as one decision."""
 
     def __init__(self, nodes: Iterable[Node]) -> None:
         nodes = tuple(nodes)
@@ -88,6 +90,7 @@ class Sorts:
             name: Space([node for node in nodes if node.partition == name]) for name in {n.partition for n in nodes}
         }
         self.known: dict[tuple[Ask, str, int], frozenset[str]] = {}
+        self.speeds: dict[tuple[str, int], dict[str, float]] = {}
         self.widths: dict[str, dict[str, tuple[int, int]]] = {}
         """Partition -> kind -> GPUs and cores of its largest node."""
         for node in nodes:
@@ -131,11 +134,17 @@ class Sorts:
 
     def speeds_of(self, job: Queued) -> dict[str, float]:
         """How fast it is on each kind it may use in its partition, as a part of the fastest; 1 where nobody knows."""
+        workers = max(job.num_workers, job.min_workers)
+        found = self.speeds.get((job.id, workers))
+        if found is None:
+            found = self.speeds[job.id, workers] = self._speeds(job, workers)
+        return found
+
+    def _speeds(self, job: Queued, workers: int) -> dict[str, float]:
         here = self.widths.get(job.partition, {})
         able = [kind for kind in here if not job.ask.kinds or kind in job.ask.kinds]
         if job.rate is None:
             return dict.fromkeys(able, 1.0)
-        workers = max(job.num_workers, job.min_workers)
         per_worker = max(job.ask.gpus or job.ask.cores, 1e-9)
         rates = {}
         for kind in able:
@@ -151,15 +160,19 @@ def can_move(cluster: Cluster, job: Queued, rules: Rules) -> bool:
     return job.is_preemptible and cluster.now - job.changed_at >= pause
 
 
-def _view(now: float, sorts: Sorts, job: Queued, kind: str, moves: bool) -> Queued:
-    """The job as `fill` shall see it: bound to its kind, and not running where it has to move.
+def _moving(now: float, view: Queued) -> Queued:
+    """One that leaves its nodes for others."""
+    return view.having(allocation={}, devices={}, stopped_at=now)
+
+
+def _view(sorts: Sorts, job: Queued, kind: str) -> Queued:
+    """The job as `fill` shall see it: bound to its kind.
 
     Who was left out runs where it runs, or may start on any kind; several workers of one job stay on one kind, if
     there is one that has room for all.
     """
     if kind:
-        view = job.having(ask=job.ask.on(frozenset({kind})))
-        return view.having(allocation={}, devices={}, stopped_at=now) if moves else view
+        return job.having(ask=job.ask.on(frozenset({kind})))
     speeds = sorts.speeds_of(job)
     able = {name for name, speed in speeds.items() if speed > 0}
     if job.allocation or not able:

@@ -19,6 +19,7 @@ class States:
 
     numbers: dict[State, int] = field(default_factory=dict)
     listed: list[State] = field(default_factory=list)
+    known: tuple[int, int, Space] | None = None
 
     def number(self, state: State) -> int:
         found = self.numbers.get(state)
@@ -29,8 +30,12 @@ class States:
 
     def room(self, like: Space, first: int) -> Space:
         """A space whose nodes are the states from `first` on."""
-        table = np.array(self.listed[first:], np.int64)
-        return like.with_room(table[:, 0], table[:, 1], table[:, 2], table[:, 3], table[:, 4:])
+        # One need after the other asks for the same.
+        if self.known is None or self.known[:2] != (first, len(self.listed)):
+            table = np.array(self.listed[first:], np.int64)
+            space = like.with_room(table[:, 0], table[:, 1], table[:, 2], table[:, 3], table[:, 4:])
+            self.known = first, len(self.listed), space
+        return self.known[2]
 
 
 @dataclass(slots=True)
@@ -39,15 +44,15 @@ class Numbered:
 
     space: Space
     states: States
-    numbers: Ints | None = None
+    numbers: list[int] | None = None
     seen: int = 0
 
-    def now(self) -> Ints:
+    def now(self) -> list[int]:
         space = self.space
         if self.numbers is None:
-            self.numbers = np.zeros(len(space.nodes), np.int64)
+            self.numbers = [0] * len(space.nodes)
             self._renew(np.arange(len(space.nodes)))
-        elif self.seen < len(space.changes):
+        elif self.seen != len(space.changes):
             changed = set(space.changes[self.seen :])
             if len(changed) <= FEW:
                 for at in changed:
@@ -62,4 +67,5 @@ class Numbered:
         space = self.space
         parts = (space.kind[at], space.cores[at], space.memory[at], space.disk[at], np.sort(space.gpu[at], axis=1))
         rows = np.column_stack(parts).tolist()
-        self.numbers[at] = [self.states.number(tuple(row)) for row in rows]
+        for number, row in zip(at.tolist(), rows, strict=True):
+            self.numbers[number] = self.states.number(tuple(row))
