@@ -49,6 +49,7 @@ class Row:
     changes are in the counts, `scored` in the scores: those are brought up to date when somebody has to choose."""
 
     mask: Bools
+    fits: "Fits"
     counts: Ints
     total: int
     seen: int
@@ -58,8 +59,10 @@ class Row:
 
 @dataclass(slots=True)
 class Fits:
-    """What one need makes of every state: workers that fit, and how well, as far as that was asked for."""
+    """What one need makes of every state: workers that fit, and how well, as far as that was asked for. Which kinds
+    of nodes it may use plays no part in that."""
 
+    need: Need
     counts: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
 
@@ -107,14 +110,18 @@ class Finder:
         changes = self.space.changes
         row = self.rows.get((need, zone))
         if row is None:
-            mask, numbers = self.mask(need.kinds, zone), self.numbered.now()
-            counts = np.where(mask, np.array(self._counts(need), np.int64)[numbers], 0)
-            row = self.rows[need, zone] = Row(mask, counts, int(counts.sum()), len(changes))
+            mask, anywhere = self.mask(need.kinds, zone), need.anywhere if need.kinds else need
+            fits = self.fits.get(anywhere)
+            if fits is None:
+                fits = self.fits[anywhere] = Fits(anywhere)
+            numbers = self.numbered.now()
+            counts = np.where(mask, np.array(self._counts(fits), np.int64)[numbers], 0)
+            row = self.rows[need, zone] = Row(mask, fits, counts, int(counts.sum()), len(changes))
         elif row.seen != len(changes):
             numbers, counts = self.numbered.now(), row.counts
-            fits = self._counts(need)
+            known = self._counts(row.fits)
             for at in _changed(changes, row.seen, row.mask):
-                count = fits[numbers[at]]
+                count = known[numbers[at]]
                 row.total += count - counts.item(at)
                 counts[at] = count
             row.seen = len(changes)
@@ -124,11 +131,11 @@ class Finder:
         """How bad it would be to put one worker on each node; never where none has room."""
         changes, row = self.space.changes, self.row(need, zone)
         if row.scores is None:
-            row.scores = np.where(row.mask, np.array(self._scores(need))[self.numbered.now()], NEVER)
+            row.scores = np.where(row.mask, np.array(self._scores(row.fits))[self.numbered.now()], NEVER)
         elif row.scored != len(changes):
-            numbers, fits = self.numbered.now(), self._scores(need)
+            numbers, known = self.numbered.now(), self._scores(row.fits)
             for at in _changed(changes, row.scored, row.mask):
-                row.scores[at] = fits[numbers[at]]
+                row.scores[at] = known[numbers[at]]
         row.scored = len(changes)
         return row.scores
 
@@ -140,21 +147,18 @@ class Finder:
             self.masks[kinds, zone] = found
         return found
 
-    def _counts(self, need: Need) -> list[int]:
+    def _counts(self, fits: Fits) -> list[int]:
         """How many workers fit into every state; those that are new are worked out."""
-        fits = self.fits.get(need)
-        if fits is None:
-            fits = self.fits[need] = Fits()
-        counts, listed = fits.counts, self.states.listed
+        need, counts, listed = fits.need, fits.counts, self.states.listed
         if len(counts) < len(listed) - FEW:
             counts += self.states.room(self.space, len(counts)).counts(need, slice(None)).tolist()
         elif len(counts) < len(listed):
             counts += [count_in(state, need) for state in listed[len(counts) :]]
         return counts
 
-    def _scores(self, need: Need) -> list[float]:
+    def _scores(self, fits: Fits) -> list[float]:
         """How well every state fits."""
-        counts, scores = self._counts(need), self.fits[need].scores
+        need, counts, scores = fits.need, self._counts(fits), fits.scores
         first = len(scores)
         if first < len(counts):
             scores += [NEVER] * (len(counts) - first)

@@ -40,6 +40,11 @@ class Need:
         return self._hash
 
     @property
+    def anywhere(self) -> "Need":
+        """The same on any kind of nodes."""
+        return Need(self.cores, self.memory, self.disk, self.whole, self.share, frozenset())
+
+    @property
     def gpu(self) -> int:
         return self.whole * MILLI + self.share
 
