@@ -31,7 +31,7 @@ class Draft:
     """
 
     cluster: Cluster
-    empty: Space
+    empty: Finder
     free: Finder
     jobs: Mapping[str, Queued]
     needs: dict[str, Need]
@@ -42,6 +42,7 @@ class Draft:
     uses: dict[tuple[str, str], Use] = field(default_factory=dict)
     totals: dict[str, tuple[int, int]] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
+    adopted: dict[str, Held] = field(default_factory=dict)
     reached: Finder | None = None
 
     @property
@@ -71,22 +72,31 @@ class Draft:
         """Take over what a running job has, before anything is decided. Nodes that are gone are left out."""
         need, space = self.needs[job.id], self.free.space
         held: Held = {}
+        is_as_told = True
         for name, workers in job.allocation.items():
             at = space.index.get(name)
             if at is None or workers <= 0:
+                is_as_told = False
                 continue
-            devices = tuple(job.devices.get(name, ()))
+            told = job.devices.get(name, ())
+            devices = tuple(told)
             is_known = len(devices) == workers * (need.whole or (1 if need.share else 0))
             if not is_known or max(devices, default=-1) >= space.num_gpus[at]:
                 devices = space.pick_devices(at, need, workers)
+            is_as_told &= devices is told
             held[at] = (workers, devices)
             space.take(at, need, workers, devices)
             self.by_node.setdefault(at, []).append(job.id)
         self.held[job.id] = held
-        self._count(job, sum(workers for workers, _ in held.values()))
+        if is_as_told:
+            self.adopted[job.id] = dict(held)
+        self._count(job, sum([workers for workers, _ in held.values()]))
 
     def expose(self, job_id: str, part: Held) -> None:
         """From here on, this part of a job may be taken away."""
+        if self.reached is None and job_id not in self.exposed:
+            self.exposed[job_id] = dict(part)
+            return
         shown = self.exposed.setdefault(job_id, {})
         for at, (workers, devices) in part.items():
             if self.reached is not None:
@@ -97,6 +107,9 @@ class Draft:
         """From here on, this part of a job stays; without `part`, all of it."""
         shown = self.exposed.get(job_id)
         if not shown:
+            return
+        if self.reached is None and (part is None or part == shown):
+            del self.exposed[job_id]
             return
         part = dict(shown) if part is None else part
         for at, (workers, devices) in part.items():
@@ -159,6 +172,8 @@ class Draft:
                 if job.allocation:
                     stops.append(Stop(job=job.id, why=self.why.get(job.id, "its nodes are gone")))
                 continue
+            if held == self.adopted.get(job.id) and len(job.devices) in (0, len(held)):
+                continue
             allocation = {nodes[at].name: workers for at, (workers, _) in held.items()}
             devices = {nodes[at].name: devices for at, (_, devices) in held.items() if devices}
             if allocation != job.allocation or (job.devices and devices != job.devices):
@@ -202,21 +217,23 @@ def draft_of(cluster: Cluster, like: Draft | None = None) -> Draft:
 
     One that is `like` it is of the same nodes, and of the same jobs with the same asks: what is known of those holds.
     """
-    asks: dict[Ask, Need] = {}
+    asks: dict[Ask, tuple[Need, list[int]]] = {}
     needs: dict[str, Need] = {}
-    empty = Space(cluster.nodes) if like is None else like.empty
-    space = empty.copy()
-    counts: dict[Need, int] = {}
     for job in cluster.jobs:
-        need = asks.get(job.ask)
-        if need is None:
-            need = asks[job.ask] = need_of(job.ask)
-        needs[job.id] = need
-        counts[need] = counts.get(need, 0) + job.min_workers
+        known = asks.get(job.ask)
+        if known is None:
+            known = asks[job.ask] = need_of(job.ask), []
+        needs[job.id] = known[0]
+        known[1].append(job.min_workers)
     if like is None:
-        free = Finder(space, mix_of(counts, cluster.nodes, space.kinds), cluster.links)
+        counts: dict[Need, int] = {}
+        for need, workers in asks.values():
+            counts[need] = counts.get(need, 0) + sum(workers)
+        space = Space(cluster.nodes)
+        empty = Finder(space, mix_of(counts, cluster.nodes, space.kinds), cluster.links)
     else:
-        free = like.free.over(space)
+        empty = like.empty
+    free = empty.over(empty.space.copy())
     names = {node.partition for node in cluster.nodes} | {job.partition for job in cluster.jobs}
     partitions = {name: cluster.partitions.get(name, Partition(name=name)) for name in sorted(names)}
     draft = Draft(

@@ -14,6 +14,7 @@ from shoal.place.space import (
     Need,
     Space,
     State,
+    Table,
     count_in,
     mask_of,
     need_of,
@@ -151,7 +152,7 @@ class Finder:
         """How many workers fit into every state; those that are new are worked out."""
         need, counts, listed = fits.need, fits.counts, self.states.listed
         if len(counts) < len(listed) - FEW:
-            counts += self.states.room(self.space, len(counts)).counts(need, slice(None)).tolist()
+            counts += self.states.table(len(counts), self.space.tops).counts(need, slice(None)).tolist()
         elif len(counts) < len(listed):
             counts += [count_in(state, need) for state in listed[len(counts) :]]
         return counts
@@ -164,23 +165,24 @@ class Finder:
             scores += [NEVER] * (len(counts) - first)
             able = [at for at in range(first, len(counts)) if counts[at] > 0]
             if len(able) > FEW:
-                found = self.score(need, self.states.room(self.space, first), np.array(able) - first).tolist()
+                table = self.states.table(first, self.space.tops)
+                found = self.score(need, table, np.array(able) - first).tolist()
             else:
                 found = [self.score_in(need, self.states.listed[at]) for at in able]
             for at, score in zip(able, found, strict=True):
                 scores[at] = score
         return scores
 
-    def score(self, need: Need, space: Space, at: Ints) -> Floats:
+    def score(self, need: Need, table: Table, at: Ints) -> Floats:
         """The lower the better, from -1 to 1: GPUs that one worker more would make useless for what usually comes.
 
         Those that others ask for by their kind are spared, and among equals the best fit goes first.
         """
-        fit = FIT_WEIGHT * _fit(space, need, at)
+        fit = FIT_WEIGHT * _fit(table, need, at)
         if self.mix is None:
             return fit
-        worse = self.mix.lost(space.rooms_after(need, at)) - self.mix.lost(space.rooms(at))
-        cost = (worse + SCARCE_WEIGHT * need.gpu * self.mix.scarce[space.kind[at]]) / MILLI
+        worse = self.mix.lost(table.rooms_after(need, at)) - self.mix.lost(table.rooms(at))
+        cost = (worse + SCARCE_WEIGHT * need.gpu * self.mix.scarce[table.kind[at]]) / MILLI
         # Equals must be equal whatever machine sums them up, or the last bit would decide.
         return np.round(cost / (1.0 + np.abs(cost)) + fit, DIGITS)
 
@@ -237,7 +239,7 @@ class Finder:
         if favour is not None:
             scores = scores - favour
         if job.is_spread:
-            return _spread(counts, _fit(self.space, need, slice(None)), workers)
+            return _spread(counts, _fit(self.space.table(), need, slice(None)), workers)
         if workers == 1 and not self.barred:
             at = int(scores.argmin()) if len(scores) else 0
             return {at: 1} if len(scores) and scores[at] < NEVER else None
@@ -292,17 +294,17 @@ def _changed(changes: Sequence[int], seen: int, mask: Bools) -> list[int]:
     return [at for at in set(changes[seen:]) if mask[at]]
 
 
-def _fit(space: Space, need: Need, at: Ints | slice) -> Floats:
+def _fit(table: Table, need: Need, at: Ints | slice) -> Floats:
     """How much would be left, as parts of a full node. GPUs count most.
 
     A worker without a GPU avoids nodes that have some free, so that no GPU is left without cores.
     """
-    tops = space.tops
-    cores, memory, gpus = space.cores[at] / tops[0], space.memory[at] / tops[1], space.gpu_sum[at] / tops[2]
+    tops = table.tops
+    cores, memory, gpus = table.cores[at] / tops[0], table.memory[at] / tops[1], table.gpu_sum[at] / tops[2]
     if not need.gpu:
         return np.asarray(2 * gpus + cores + memory, np.float64)
     if need.share:
-        free = space.gpu[at]
+        free = table.gpu[at]
         left = np.where(free >= need.share, free - need.share, MILLI).min(axis=1) / MILLI
         return np.asarray(left + gpus + 0.25 * (cores + memory), np.float64)
     return np.asarray(2 * gpus + 0.25 * (cores + memory), np.float64)
@@ -396,7 +398,7 @@ def could_ever_fit(cluster: Cluster, job: Queued) -> UserError | None:
             f"No node in partition {rules.name!r} is of kind {' or '.join(sorted(need.kinds))}.",
             hint=f"its nodes are of kind {', '.join(kinds)}",
         )
-    fits = int(Space(able).counts(need, slice(None)).sum())
+    fits = int(Space(able).table().counts(need, slice(None)).sum())
     if fits >= job.min_workers:
         return None
     if fits:

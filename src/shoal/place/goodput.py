@@ -11,10 +11,11 @@ import numpy as np
 
 from shoal.place.cluster import Cluster, Queued
 from shoal.place.decision import Decision
-from shoal.place.draft import Held
+from shoal.place.draft import Draft, Held
 from shoal.place.kinds import fill_kinds
 from shoal.place.rules import Rules, Walk, tier_of
 from shoal.place.sizing import USUAL_TUNING, Member, Tuning, admit, choose_sizes, is_known, member_of, weigh
+from shoal.place.space import Need
 from shoal.place.waiting import seconds_left
 
 GOODPUT_RULES = Rules()
@@ -81,8 +82,7 @@ def _shape(walk: Walk, jobs: Sequence[Queued], tuning: Tuning) -> set[str]:
     first = jobs[0]
     zone, need = frozenset({first.partition}), draft.needs[first.id]
     row = draft.free.row(need, zone)
-    mask = draft.free.mask(need.kinds, zone)
-    per_node, kind = _usual_node(walk, first, mask)
+    per_node, kind = _usual_node(draft, need, zone)
     if not per_node:
         return set()
     room = int(row.counts.sum()) + sum(draft.num_workers(job.id) for job in jobs if job.allocation)
@@ -101,11 +101,11 @@ def _shape(walk: Walk, jobs: Sequence[Queued], tuning: Tuning) -> set[str]:
     return {job.id for job in able}
 
 
-def _usual_node(walk: Walk, job: Queued, mask: np.ndarray) -> tuple[int, str]:
-    """How many workers of the job an empty node of the largest sort takes, and its kind."""
-    counts = np.where(mask, walk.empty.counts(walk.draft.needs[job.id], slice(None)), 0)
+def _usual_node(draft: Draft, need: Need, zone: frozenset[str]) -> tuple[int, str]:
+    """How many such workers an empty node of the largest sort takes, and its kind."""
+    counts = draft.empty.row(need, zone).counts
     at = int(counts.argmax()) if len(counts) else 0
-    return (int(counts[at]), walk.empty.nodes[at].kind) if len(counts) else (0, "")
+    return (int(counts[at]), draft.empty.space.nodes[at].kind) if len(counts) else (0, "")
 
 
 def _reserved(walk: Walk, jobs: Sequence[Queued]) -> int:

@@ -89,6 +89,7 @@ class Sorts:
         self.spaces = {
             name: Space([node for node in nodes if node.partition == name]) for name in {n.partition for n in nodes}
         }
+        self.tables = {name: space.table() for name, space in self.spaces.items()}
         self.known: dict[tuple[Ask, str, int], frozenset[str]] = {}
         self.speeds: dict[tuple[str, int], dict[str, float]] = {}
         self.widths: dict[str, dict[str, tuple[int, int]]] = {}
@@ -100,6 +101,9 @@ class Sorts:
 
     def kind_now(self, job: Queued) -> str:
         """The kind of nodes it runs on; the one with most of its workers where there are several."""
+        if len(job.allocation) == 1:
+            ((name, workers),) = job.allocation.items()
+            return self.kind_of.get(name, "") if workers else ""
         kinds: dict[str, int] = {}
         for name, workers in job.allocation.items():
             if workers and name in self.kind_of:
@@ -113,8 +117,9 @@ class Sorts:
             space = self.spaces.get(job.partition)
             found = set()
             if space is not None:
-                counts = space.counts(need_of(job.ask), slice(None))
-                rooms = np.bincount(space.kind, counts, len(space.kinds))
+                table = self.tables[job.partition]
+                counts = table.counts(need_of(job.ask), slice(None))
+                rooms = np.bincount(table.kind, counts, len(space.kinds))
                 found = {kind for kind, room in zip(space.kinds, rooms, strict=True) if room >= job.min_workers}
             self.known[key] = frozenset(kind for kind in found if not job.ask.kinds or kind in job.ask.kinds)
         return self.known[key]
@@ -260,8 +265,9 @@ class _Pool:
         room = np.array([self.room[kind] for kind in kinds])
         placed: dict[str, str] = {}
         free: list[Queued] = []
+        here: dict[str, str] = {}
         for job in self.jobs:
-            kind = self.sorts.kind_now(job) if job.allocation else ""
+            kind = here[job.id] = self.sorts.kind_now(job) if job.allocation else ""
             if kind and not can_move(self.cluster, job, rules):
                 placed[job.id] = kind
                 if kind in self.room:  # else it is on a borrowed node, of a kind that its partition does not have
@@ -271,7 +277,7 @@ class _Pool:
         # Who may not be stopped runs whatever the order is; where, is open.
         now = self.cluster.now
         free.sort(key=lambda job: not (job.allocation and not (stops_peers and is_due(job, now, rules))))
-        speeds = np.array([self._row(job, kinds) for job in free]).reshape(len(free), len(kinds))
+        speeds = np.array([self._row(job, kinds, here[job.id]) for job in free]).reshape(len(free), len(kinds))
         sizes = np.array([_size(job) for job in free])
         left = [seconds_left(job) for job in free]
         known = [length for length in left if length is not None]
@@ -281,10 +287,9 @@ class _Pool:
         placed.update({job.id: kinds[at] for job, at in zip(free, picks, strict=True) if at >= 0})
         return placed
 
-    def _row(self, job: Queued, kinds: Sequence[str]) -> list[float]:
+    def _row(self, job: Queued, kinds: Sequence[str], now: str) -> list[float]:
         alone = self.sorts.alone(job)
         speeds = {kind: speed for kind, speed in self.sorts.speeds_of(job).items() if kind in alone}
-        now = self.sorts.kind_now(job) if job.allocation else ""
         stays = MOVE_GAIN if job.stop_seconds > 0 else 1.0
         return [speeds.get(kind, 0.0) * (stays if kind == now else 1.0) for kind in kinds]
 
@@ -318,7 +323,8 @@ def share_out(
         if sizes[at] <= total:
             todo.append(at)
             total -= float(sizes[at])
-    while todo:
+    chosen: set[int] = set()
+    while todo := [at for at in todo if at not in chosen]:
         rows = np.array(todo)
         fits = np.where(room[None, :] >= sizes[rows, None], speeds[rows], 0.0)
         best = fits.argmax(axis=1)
@@ -333,7 +339,7 @@ def share_out(
                 continue
             room[kind] -= sizes[at]
             picks[at] = kind
-            todo.remove(at)
+            chosen.add(at)
             if room[kind] < widest:
                 # Somebody's second best may have changed.
                 break

@@ -22,7 +22,7 @@ from shoal.place.cluster import CLASSES, Cluster, Queued
 from shoal.place.decision import Decision, Wait
 from shoal.place.draft import Draft, Held, Use, draft_of
 from shoal.place.fit import Spots, could_ever_fit, zones_of
-from shoal.place.space import Need, Space, count_in
+from shoal.place.space import Need, count_in
 from shoal.place.waiting import KEPT, estimate_starts, explain_room
 
 CLASS_RANK = {name: number for number, name in enumerate(CLASSES)}
@@ -130,12 +130,6 @@ class Walk:
         self.num_dropped = 0
         self.is_lending = False
         self.zones: dict[tuple[str, bool], tuple[frozenset[str], frozenset[str]]] = {}
-        self.alone: dict[tuple[Need, frozenset[str]], int] = {}
-
-    @property
-    def empty(self) -> Space:
-        """The nodes with nothing on them."""
-        return self.draft.empty
 
     # -- who goes where ------------------------------------------------------------------------------------------
 
@@ -257,6 +251,9 @@ class Walk:
         shown = draft.exposed.get(job.id)
         if not shown:
             return
+        if not job.is_elastic and (self.is_lending or len(draft.partitions) < 2):
+            draft.protect(job.id)
+            return
         extra = draft.split(job.id, job.min_workers)[1] if job.is_elastic else {}
         part: Held = {}
         for at, (workers, devices) in shown.items():
@@ -345,9 +342,7 @@ class Walk:
         """Nobody else starts on the nodes where it could run soonest, until it does."""
         draft = self.draft
         need = draft.needs[job.id]
-        row = draft.free.row(need, zone)
-        mask = draft.free.mask(need.kinds, zone)
-        whole = np.where(mask, self.empty.counts(need, slice(None)), 0)
+        row, whole = draft.free.row(need, zone), draft.empty.row(need, zone).counts
         left, barred = job.min_workers, []
         # Where most is free already, so that the choice stays the same while it drains.
         for at in np.lexsort((np.arange(len(whole)), -row.counts, -np.minimum(whole, left))).tolist():
@@ -452,10 +447,7 @@ class Walk:
     def _fits_alone(self, job: Queued) -> bool:
         """Whether it would fit into its partition as it is now, were nothing running."""
         need, zone = self.draft.needs[job.id], frozenset({job.partition})
-        if (need, zone) not in self.alone:
-            counts = self.empty.counts(need, slice(None))
-            self.alone[need, zone] = int(counts[self.draft.free.mask(need.kinds, zone)].sum())
-        return self.alone[need, zone] >= job.min_workers
+        return self.draft.empty.row(need, zone).total >= job.min_workers
 
 
 def _down(tier: Tier) -> Tier:

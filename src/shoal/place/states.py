@@ -8,10 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shoal.place.space import Ints, Space, State
-
-FEW = 64
-
+from shoal.place.space import Space, State, Table
 
 @dataclass(slots=True)
 class States:
@@ -19,7 +16,7 @@ class States:
 
     numbers: dict[State, int] = field(default_factory=dict)
     listed: list[State] = field(default_factory=list)
-    known: tuple[int, int, Space] | None = None
+    known: tuple[int, int, Table] | None = None
 
     def number(self, state: State) -> int:
         found = self.numbers.get(state)
@@ -28,13 +25,13 @@ class States:
             self.listed.append(state)
         return found
 
-    def room(self, like: Space, first: int) -> Space:
-        """A space whose nodes are the states from `first` on."""
+    def table(self, first: int, tops: tuple[int, int, int]) -> Table:
+        """The states from `first` on."""
         # One need after the other asks for the same.
         if self.known is None or self.known[:2] != (first, len(self.listed)):
-            table = np.array(self.listed[first:], np.int64)
-            space = like.with_room(table[:, 0], table[:, 1], table[:, 2], table[:, 3], table[:, 4:])
-            self.known = first, len(self.listed), space
+            rows = np.array(self.listed[first:], np.int64)
+            table = Table(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3], rows[:, 4:], tops)
+            self.known = first, len(self.listed), table
         return self.known[2]
 
 
@@ -44,28 +41,15 @@ class Numbered:
 
     space: Space
     states: States
-    numbers: list[int] | None = None
+    numbers: list[int] = field(default_factory=list)
     seen: int = 0
 
     def now(self) -> list[int]:
-        space = self.space
-        if self.numbers is None:
-            self.numbers = [0] * len(space.nodes)
-            self._renew(np.arange(len(space.nodes)))
+        space, number = self.space, self.states.number
+        if not self.numbers:
+            self.numbers = [number(space.state(at)) for at in range(len(space.nodes))]
         elif self.seen != len(space.changes):
-            changed = set(space.changes[self.seen :])
-            if len(changed) <= FEW:
-                for at in changed:
-                    self.numbers[at] = self.states.number(space.state(at))
-            else:
-                self._renew(np.array(sorted(changed), np.int64))
+            for at in set(space.changes[self.seen :]):
+                self.numbers[at] = number(space.state(at))
         self.seen = len(space.changes)
         return self.numbers
-
-    def _renew(self, at: Ints) -> None:
-        assert self.numbers is not None
-        space = self.space
-        parts = (space.kind[at], space.cores[at], space.memory[at], space.disk[at], np.sort(space.gpu[at], axis=1))
-        rows = np.column_stack(parts).tolist()
-        for number, row in zip(at.tolist(), rows, strict=True):
-            self.numbers[number] = self.states.number(tuple(row))

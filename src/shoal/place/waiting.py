@@ -68,10 +68,10 @@ def estimate_starts(draft: Draft, waiting: Sequence[Queued]) -> dict[str, float]
     pools: dict[tuple[str, bool], list[tuple[float, int]]] = {}
     free: dict[tuple[str, bool], int] = {}
     space = draft.free.space
-    for node, cores, gpus in zip(space.nodes, space.cores.tolist(), space.gpu_sum.tolist(), strict=True):
+    for node, cores, gpus in zip(space.nodes, space.cores, space.gpu, strict=True):
         if not node.is_draining:
             free[node.partition, False] = free.get((node.partition, False), 0) + cores
-            free[node.partition, True] = free.get((node.partition, True), 0) + gpus
+            free[node.partition, True] = free.get((node.partition, True), 0) + sum(gpus)
     for name, held in draft.held.items():
         job, need = draft.jobs[name], draft.needs[name]
         kinds = {space.nodes[at].kind for at in held}
