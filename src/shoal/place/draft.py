@@ -24,8 +24,9 @@ class Use:
 
 @dataclass(slots=True)
 class Draft:
-    """Who would hold what. `empty` are the nodes with nothing on them, `free` is what nobody has; `reach` adds what may be taken away for the job at hand, and is
-    made when somebody first needs it.
+    """Who would hold what. `empty` are the nodes with nothing on them, `free` is what nobody has; `reach` adds what
+    may be taken away for the job at hand, and is made when somebody first needs it. `adopted` is what jobs held
+    before anything was decided, as far as that is what they were said to have.
 
     `exposed` says, job by job, what of it is in `reach` only. `why` are the reasons for changes, job by job.
     """

@@ -243,10 +243,9 @@ class Finder:
         if workers == 1 and not self.barred:
             at = int(scores.argmin()) if len(scores) else 0
             return {at: 1} if len(scores) and scores[at] < NEVER else None
-        alone = np.where(counts >= workers, scores, NEVER)
-        at = int(alone.argmin()) if len(alone) else 0
-        if len(alone) and alone[at] < NEVER:
-            return {at: workers}
+        alone = np.flatnonzero(counts >= workers)
+        if len(alone):
+            return {int(alone[scores[alone].argmin()]): workers}
         if self.links:
             return self._pick_linked(counts, scores, workers)
         return _pack(counts, scores, workers)

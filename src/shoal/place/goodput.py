@@ -20,6 +20,9 @@ from shoal.place.waiting import seconds_left
 
 GOODPUT_RULES = Rules()
 
+Queue = dict[tuple[str, int, Need], int]
+"""How many workers wait in each partition and class, for each need: as few as their jobs start with."""
+
 
 def most_goodput(cluster: Cluster, rules: Rules = GOODPUT_RULES, tuning: Tuning = USUAL_TUNING) -> list[Decision]:
     """Elastic jobs get the workers that they make most of, those who are soon done first; the others as in `las`.
@@ -33,8 +36,9 @@ def most_goodput(cluster: Cluster, rules: Rules = GOODPUT_RULES, tuning: Tuning 
         return fill_kinds(cluster, order, rules=rules)
     walk = Walk(cluster, order, rules, stops_peers=True)
     shaped: set[str] = set()
+    queue = _queue(walk)
     for members in _groups(walk):
-        shaped |= _shape(walk, members, tuning)
+        shaped |= _shape(walk, members, queue, tuning)
     walk.serve_owners()
     walk.serve_borrowers()
     walk.retry()
@@ -76,7 +80,7 @@ def _groups(walk: Walk) -> Iterator[list[Queued]]:
     yield from groups.values()
 
 
-def _shape(walk: Walk, jobs: Sequence[Queued], tuning: Tuning) -> set[str]:
+def _shape(walk: Walk, jobs: Sequence[Queued], queue: Queue, tuning: Tuning) -> set[str]:
     """Give these jobs their sizes in the draft; returns who they are."""
     draft = walk.draft
     first = jobs[0]
@@ -86,7 +90,7 @@ def _shape(walk: Walk, jobs: Sequence[Queued], tuning: Tuning) -> set[str]:
     if not per_node:
         return set()
     room = int(row.counts.sum()) + sum(draft.num_workers(job.id) for job in jobs if job.allocation)
-    room = max(room - _reserved(walk, jobs), 0)
+    room = max(room - _reserved(draft, jobs, queue), 0)
     cap = draft.partitions[first.partition].max_workers_per_job
     able = [job for job in jobs if cap is None or job.min_workers <= cap]
     # Those who run have their smallest size for sure; then come the others, as the order has them.
@@ -108,20 +112,25 @@ def _usual_node(draft: Draft, need: Need, zone: frozenset[str]) -> tuple[int, st
     return (int(counts[at]), draft.empty.space.nodes[at].kind) if len(counts) else (0, "")
 
 
-def _reserved(walk: Walk, jobs: Sequence[Queued]) -> int:
-    """Workers' worth of room that waiting jobs of other sorts will take: those of the same class or a higher one."""
-    draft, names = walk.draft, {job.id for job in jobs}
-    first = jobs[0]
-    need = draft.needs[first.id]
-    total = 0.0
+def _queue(walk: Walk) -> Queue:
+    queue: Queue = {}
     for job in walk.order:
-        if job.id in names or job.allocation or job.blocked_by or job.partition != first.partition:
-            continue
-        other = draft.needs[job.id]
-        if tier_of(job)[0] >= tier_of(first)[0] and (not need.gpu or other.gpu):
-            share = other.gpu / need.gpu if need.gpu else other.cores / max(need.cores, 1)
-            total += share * job.min_workers
-    return int(-(-total // 1))
+        if not job.allocation and not job.blocked_by:
+            key = job.partition, tier_of(job)[0], walk.draft.needs[job.id]
+            queue[key] = queue.get(key, 0) + job.min_workers
+    return queue
+
+
+def _reserved(draft: Draft, jobs: Sequence[Queued], queue: Queue) -> int:
+    """Workers' worth of room that waiting jobs of other sorts will take: those of the same class or a higher one."""
+    first = jobs[0]
+    need, own = draft.needs[first.id], tier_of(first)[0]
+    # In GPUs, or in cores where none are asked for.
+    total = -sum(job.min_workers for job in jobs if not job.allocation) * (need.gpu or need.cores)
+    for (partition, rank, other), workers in queue.items():
+        if partition == first.partition and rank >= own:
+            total += workers * (other.gpu if need.gpu else other.cores)
+    return -(-total // (need.gpu or max(need.cores, 1)))
 
 
 def _budgets(walk: Walk, jobs: Sequence[Queued]) -> dict[str, int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.place.cluster import Ask, Cluster, Node, Queued
+from shoal.place.cluster import Ask, Cluster, Node, Queued, Rate
 from shoal.place.decision import Decision, Place
 from shoal.place.draft import Draft
 from shoal.place.rules import USUAL, Rules, fill, is_due, tier_of, waited_seconds, walk_through
@@ -92,6 +92,7 @@ class Sorts:
         self.tables = {name: space.table() for name, space in self.spaces.items()}
         self.known: dict[tuple[Ask, str, int], frozenset[str]] = {}
         self.speeds: dict[tuple[str, int], dict[str, float]] = {}
+        self.alike: dict[tuple[str, frozenset[str]], dict[str, float]] = {}
         self.widths: dict[str, dict[str, tuple[int, int]]] = {}
         """Partition -> kind -> GPUs and cores of its largest node."""
         for node in nodes:
@@ -139,22 +140,28 @@ class Sorts:
 
     def speeds_of(self, job: Queued) -> dict[str, float]:
         """How fast it is on each kind it may use in its partition, as a part of the fastest; 1 where nobody knows."""
+        if job.rate is None:
+            key = job.partition, job.ask.kinds
+            alike = self.alike.get(key)
+            if alike is None:
+                alike = self.alike[key] = dict.fromkeys(self._able(job), 1.0)
+            return alike
         workers = max(job.num_workers, job.min_workers)
         found = self.speeds.get((job.id, workers))
         if found is None:
-            found = self.speeds[job.id, workers] = self._speeds(job, workers)
+            found = self.speeds[job.id, workers] = self._speeds(job, job.rate, workers)
         return found
 
-    def _speeds(self, job: Queued, workers: int) -> dict[str, float]:
+    def _able(self, job: Queued) -> list[str]:
+        return [kind for kind in self.widths.get(job.partition, {}) if not job.ask.kinds or kind in job.ask.kinds]
+
+    def _speeds(self, job: Queued, rate: Rate, workers: int) -> dict[str, float]:
         here = self.widths.get(job.partition, {})
-        able = [kind for kind in here if not job.ask.kinds or kind in job.ask.kinds]
-        if job.rate is None:
-            return dict.fromkeys(able, 1.0)
         per_worker = max(job.ask.gpus or job.ask.cores, 1e-9)
         rates = {}
-        for kind in able:
+        for kind in self._able(job):
             width = here[kind][0 if job.ask.gpus else 1]
-            rates[kind] = job.rate(kind, workers, max(-(-workers // max(int(width / per_worker), 1)), 1))
+            rates[kind] = rate(kind, workers, max(-(-workers // max(int(width / per_worker), 1)), 1))
         top = max(rates.values(), default=0.0)
         return {kind: rate / top if top > 0 else 0.0 for kind, rate in rates.items()}
 

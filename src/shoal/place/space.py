@@ -12,7 +12,7 @@ from shoal.place.cluster import Ask, Node
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 State = tuple[int, ...]
-"""Of one node: kind, cores, memory, disk, then the GPUs from the fullest to the emptiest: all that placement looks at."""
+"""Kind, cores, memory, disk, then the GPUs from the fullest to the emptiest: all that placement sees of one node."""
 
 MILLI = 1000
 PLENTY = 1 << 40
@@ -104,7 +104,7 @@ class Table:
         return Rooms(self.cores[at], self.memory[at], self.disk[at], self.gpu[at], self.kind[at])
 
     def rooms_after(self, need: Need, at: Ints | slice) -> Rooms:
-        """What these nodes would have free with one worker more, on the devices that `Space.pick_devices` would choose.
+        """What these nodes would have free with one worker more, on the devices that `pick_devices` would choose.
 
         There must be room for it on each of them.
         """
@@ -157,9 +157,11 @@ class Space:
 
     def table(self) -> Table:
         """All nodes as they are now."""
+        kind, cores, memory, disk = (
+            np.array(part, np.int64) for part in (self.kind, self.cores, self.memory, self.disk)
+        )
         gpu = np.array(self.gpu, np.int64).reshape(len(self.nodes), self.width)
-        parts = (np.array(part, np.int64) for part in (self.kind, self.cores, self.memory, self.disk))
-        return Table(*parts, gpu, self.tops)
+        return Table(kind, cores, memory, disk, gpu, self.tops)
 
     def state(self, at: int) -> State:
         """What one node has free."""

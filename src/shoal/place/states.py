@@ -10,6 +10,7 @@ import numpy as np
 
 from shoal.place.space import Space, State, Table
 
+
 @dataclass(slots=True)
 class States:
     """Numbers for states, shared by all spaces over the same nodes. A number never changes its meaning."""
