@@ -47,7 +47,8 @@ MAX_LINKED = 64
 @dataclass(slots=True)
 class Row:
     """What is known of every node of a `mask` for one need: workers that fit, `total` in all, and how well. `seen`
-    changes are in the counts, `scored` in the scores: those are brought up to date when somebody has to choose."""
+    changes are in the counts, `scored` in the scores: those are brought up to date when somebody has to choose.
+    `refused` are the fewest workers that found no room, when so many `num_returns` had been given back."""
 
     mask: Bools
     fits: "Fits"
@@ -56,6 +57,8 @@ class Row:
     seen: int
     scores: Floats | None = None
     scored: int = 0
+    refused: int = 0
+    num_returns: int = -1
 
 
 @dataclass(slots=True)
@@ -86,8 +89,6 @@ class Finder:
     states: States = field(default_factory=States)
     fits: dict[Need, Fits] = field(default_factory=dict)
     losses: dict[State, float] = field(default_factory=dict)
-    refused: dict[tuple[Need, frozenset[str]], tuple[int, int]] = field(default_factory=dict)
-    """The fewest workers that found no room, and how much had been given back by then."""
     numbered: Numbered = field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,35 +109,41 @@ class Finder:
 
     def row(self, need: Need, zone: frozenset[str]) -> Row:
         """How many workers fit on every node, as of now. `zone` are the partitions it may use."""
-        changes = self.space.changes
         row = self.rows.get((need, zone))
         if row is None:
-            mask, anywhere = self.mask(need.kinds, zone), need.anywhere if need.kinds else need
-            fits = self.fits.get(anywhere)
-            if fits is None:
-                fits = self.fits[anywhere] = Fits(anywhere)
-            numbers = self.numbered.now()
-            counts = np.where(mask, np.array(self._counts(fits), np.int64)[numbers], 0)
-            row = self.rows[need, zone] = Row(mask, fits, counts, int(counts.sum()), len(changes))
-        elif row.seen != len(changes):
-            numbers, counts = self.numbered.now(), row.counts
-            known = self._counts(row.fits)
-            for at in _changed(changes, row.seen, row.mask):
-                count = known[numbers[at]]
-                row.total += count - counts.item(at)
-                counts[at] = count
-            row.seen = len(changes)
+            row = self.rows[need, zone] = self._new_row(need, zone)
+        self._renew(row)
         return row
 
-    def scores(self, need: Need, zone: frozenset[str]) -> Floats:
+    def _new_row(self, need: Need, zone: frozenset[str]) -> Row:
+        anywhere = need.anywhere if need.kinds else need
+        fits = self.fits.get(anywhere)
+        if fits is None:
+            fits = self.fits[anywhere] = Fits(anywhere)
+        mask, numbers = self.mask(need.kinds, zone), self.numbered.now()
+        counts = np.where(mask, np.array(self._counts(fits), np.int64)[numbers], 0)
+        return Row(mask, fits, counts, int(counts.sum()), len(self.space.changes))
+
+    def _renew(self, row: Row) -> None:
+        changes = self.space.changes
+        if row.seen == len(changes):
+            return
+        numbers, known, counts = self.numbered.now(), self._counts(row.fits), row.counts
+        for at in _changed(changes, row.seen, row.mask):
+            count = known[numbers[at]]
+            row.total += count - counts.item(at)
+            counts[at] = count
+        row.seen = len(changes)
+
+    def _scored(self, row: Row) -> Floats:
         """How bad it would be to put one worker on each node; never where none has room."""
-        changes, row = self.space.changes, self.row(need, zone)
+        changes = self.space.changes
         if row.scores is None:
             row.scores = np.where(row.mask, np.array(self._scores(row.fits))[self.numbered.now()], NEVER)
         elif row.scored != len(changes):
-            numbers, known = self.numbered.now(), self._scores(row.fits)
+            numbers, known, scores = self.numbered.now(), self._scores(row.fits), row.scores
             for at in _changed(changes, row.scored, row.mask):
-                row.scores[at] = known[numbers[at]]
+                scores[at] = known[numbers[at]]
         row.scored = len(changes)
         return row.scores
 
@@ -208,32 +215,28 @@ class Finder:
         row = self.row(need, zone)
         return row.total - sum([row.counts.item(at) for at in self.barred]) if self.barred else row.total
 
-    def is_refused(self, need: Need, workers: int, zone: frozenset[str]) -> bool:
-        """Whether it is known that so many have no room. False: look."""
-        fewest, num_returns = self.refused.get((need, zone), (0, -1))
-        return num_returns == self.space.num_returns and workers >= fewest
+    def has_room(self, need: Need, workers: int, zone: frozenset[str]) -> bool:
+        row = self.rows.get((need, zone))
+        num_returns = self.space.num_returns
+        if row is not None and row.num_returns == num_returns and workers >= row.refused:
+            return False
+        if self.most(need, zone) >= workers:
+            return True
+        row = self.rows[need, zone]
+        row.refused, row.num_returns = workers, num_returns
+        return False
 
     def pick(
         self, job: Queued, need: Need, workers: int, zone: frozenset[str], favour: Floats | None = None
     ) -> Spots | None:
         """Nodes for so many workers, all of them or None. `favour` is taken off the scores."""
-        if self.is_refused(need, workers, zone):
+        if not self.has_room(need, workers, zone):
             return None
-        spots = self._pick(job, need, workers, zone, favour)
-        if spots is None:
-            self.refused[need, zone] = workers, self.space.num_returns
-        return spots
-
-    def _pick(
-        self, job: Queued, need: Need, workers: int, zone: frozenset[str], favour: Floats | None
-    ) -> Spots | None:
-        if self.most(need, zone) < workers:
-            return None
-        counts = self.row(need, zone).counts
+        row = self.rows[need, zone]
+        counts, scores = row.counts, self._scored(row)
         if self.barred:
             counts = counts.copy()
             counts[list(self.barred)] = 0
-        scores = self.scores(need, zone)
         if job.needs:
             scores = scores - DATA_WEIGHT * self.held_part(job.needs)
         if favour is not None:
@@ -241,8 +244,7 @@ class Finder:
         if job.is_spread:
             return _spread(counts, _fit(self.space.table(), need, slice(None)), workers)
         if workers == 1 and not self.barred:
-            at = int(scores.argmin()) if len(scores) else 0
-            return {at: 1} if len(scores) and scores[at] < NEVER else None
+            return {int(scores.argmin()): 1}
         alone = np.flatnonzero(counts >= workers)
         if len(alone):
             return {int(alone[scores[alone].argmin()]): workers}

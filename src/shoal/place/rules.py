@@ -297,7 +297,7 @@ class Walk:
         draft = self.draft
         need = draft.needs[job.id]
         reach = draft.reach
-        if reach.is_refused(need, job.min_workers, zone) or reach.most(need, zone) < job.min_workers:
+        if not reach.has_room(need, job.min_workers, zone):
             return None
         free_now = np.minimum(draft.free.row(need, zone).counts, job.min_workers) / job.min_workers
         spots = reach.pick(job, need, job.min_workers, zone, favour=4.0 * free_now)
@@ -389,8 +389,10 @@ class Walk:
         cap = rules.max_workers_per_job
         if cap is not None and draft.num_workers(job.id) + more > cap:
             return f"partition {rules.name!r} allows a job {cap} workers"
-        use = draft.uses.get((job.partition, job.owner), Use())
         cap = rules.max_workers_per_user
+        if cap is None and rules.max_user_share >= 1.0:
+            return ""
+        use = draft.uses.get((job.partition, job.owner), Use())
         if cap is not None and use.workers + more > cap:
             allowed = f"the {cap} workers that {rules.name!r} allows a person"
             return f"{job.owner or 'its owner'} has {use.workers} of {allowed}"
