@@ -23,7 +23,7 @@ from benchmarks.harness import check, say, summarize
 from shoal.place.cluster import Ask, Node, Queued
 from shoal.place.fit import Finder
 from shoal.place.mix import Floats, mix_of
-from shoal.place.space import MILLI, Ints, Need, Space, need_of
+from shoal.place.space import MILLI, Ints, Need, Space, State, Table, need_of
 from shoal.place.traces.openb import read_nodes, read_pods
 
 DATA = Path(__file__).parents[2] / "shared/data/sched/openb-atc23"
@@ -46,20 +46,28 @@ class RandomFinder(Finder):
         return {int(self.dice.choice(able)): 1} if len(able) else None
 
 
-class BestFitFinder(Finder):
+class PeerFinder(Finder):
+    """One with a score of its own."""
+
+    def score_in(self, need: Need, state: State) -> float:
+        number = self.states.number(state)
+        return float(self.score(need, self.states.table(number, self.space.tops), np.zeros(1, np.int64))[0])
+
+
+class BestFitFinder(PeerFinder):
     """Least cores and GPUs left, as parts of the largest node."""
 
-    def score(self, need: Need, space: Space, at: Ints) -> Floats:
-        left = (space.cores[at] - need.cores) / space.tops[0]
-        return np.floor(50 * (left + (space.gpu_sum[at] - need.gpu) / space.tops[2]))
+    def score(self, need: Need, table: Table, at: Ints) -> Floats:
+        left = (table.cores[at] - need.cores) / table.tops[0]
+        return np.floor(50 * (left + (table.gpu_sum[at] - need.gpu) / table.tops[2]))
 
 
-class FgdFinder(Finder):
+class FgdFinder(PeerFinder):
     """Fragmentation gradient descent: what is lost, in a hundred steps, and the first node among equals."""
 
-    def score(self, need: Need, space: Space, at: Ints) -> Floats:
+    def score(self, need: Need, table: Table, at: Ints) -> Floats:
         assert self.mix is not None
-        worse = self.mix.lost(space.rooms_after(need, at)) - self.mix.lost(space.rooms(at))
+        worse = self.mix.lost(table.rooms_after(need, at)) - self.mix.lost(table.rooms(at))
         return -np.floor(100 / (1 + np.exp(worse / MILLI)))
 
 

@@ -115,9 +115,9 @@ class Queued:
 
     def having(self, **changes: object) -> "Queued":
         """What `dataclasses.replace` gives, in a tenth of its time: each decision makes some of every job."""
-        other = object.__new__(Queued)
-        other.__dict__.update(self.__dict__)
-        other.__dict__.update(changes)
+        other, facts = object.__new__(Queued), self.__dict__.copy()
+        facts.update(changes)
+        object.__setattr__(other, "__dict__", facts)
         return other
 
 

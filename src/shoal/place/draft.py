@@ -24,13 +24,15 @@ class Use:
 
 @dataclass(slots=True)
 class Draft:
-    """Who would hold what. `free` is what nobody has; `reach` adds what may be taken away for the job at hand, and is
-    made when somebody first needs it.
+    """Who would hold what. `empty` are the nodes with nothing on them, `free` is what nobody has; `reach` adds what
+    may be taken away for the job at hand, and is made when somebody first needs it. `adopted` is what jobs held
+    before anything was decided, as far as that is what they were said to have.
 
     `exposed` says, job by job, what of it is in `reach` only. `why` are the reasons for changes, job by job.
     """
 
     cluster: Cluster
+    empty: Finder
     free: Finder
     jobs: Mapping[str, Queued]
     needs: dict[str, Need]
@@ -41,6 +43,7 @@ class Draft:
     uses: dict[tuple[str, str], Use] = field(default_factory=dict)
     totals: dict[str, tuple[int, int]] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
+    adopted: dict[str, Held] = field(default_factory=dict)
     reached: Finder | None = None
 
     @property
@@ -51,6 +54,7 @@ class Draft:
                 for at, (workers, devices) in shown.items():
                     space.give_back(at, self.needs[name], workers, devices)
             self.reached = self.free.over(space)
+            self.reached.barred = self.free.barred
         return self.reached
 
     def hold(self, job: Queued, spots: Spots, had: Held | None = None) -> None:
@@ -69,22 +73,31 @@ class Draft:
         """Take over what a running job has, before anything is decided. Nodes that are gone are left out."""
         need, space = self.needs[job.id], self.free.space
         held: Held = {}
+        is_as_told = True
         for name, workers in job.allocation.items():
             at = space.index.get(name)
             if at is None or workers <= 0:
+                is_as_told = False
                 continue
-            devices = tuple(job.devices.get(name, ()))
+            told = job.devices.get(name, ())
+            devices = tuple(told)
             is_known = len(devices) == workers * (need.whole or (1 if need.share else 0))
             if not is_known or max(devices, default=-1) >= space.num_gpus[at]:
                 devices = space.pick_devices(at, need, workers)
+            is_as_told &= devices is told
             held[at] = (workers, devices)
             space.take(at, need, workers, devices)
             self.by_node.setdefault(at, []).append(job.id)
         self.held[job.id] = held
-        self._count(job, sum(workers for workers, _ in held.values()))
+        if is_as_told:
+            self.adopted[job.id] = dict(held)
+        self._count(job, sum([workers for workers, _ in held.values()]))
 
     def expose(self, job_id: str, part: Held) -> None:
         """From here on, this part of a job may be taken away."""
+        if self.reached is None and job_id not in self.exposed:
+            self.exposed[job_id] = dict(part)
+            return
         shown = self.exposed.setdefault(job_id, {})
         for at, (workers, devices) in part.items():
             if self.reached is not None:
@@ -95,6 +108,9 @@ class Draft:
         """From here on, this part of a job stays; without `part`, all of it."""
         shown = self.exposed.get(job_id)
         if not shown:
+            return
+        if self.reached is None and (part is None or part == shown):
+            del self.exposed[job_id]
             return
         part = dict(shown) if part is None else part
         for at, (workers, devices) in part.items():
@@ -157,6 +173,8 @@ class Draft:
                 if job.allocation:
                     stops.append(Stop(job=job.id, why=self.why.get(job.id, "its nodes are gone")))
                 continue
+            if held == self.adopted.get(job.id) and len(job.devices) in (0, len(held)):
+                continue
             allocation = {nodes[at].name: workers for at, (workers, _) in held.items()}
             devices = {nodes[at].name: devices for at, (_, devices) in held.items() if devices}
             if allocation != job.allocation or (job.devices and devices != job.devices):
@@ -195,24 +213,34 @@ class Draft:
         use.gpus += workers * need.gpu
 
 
-def draft_of(cluster: Cluster) -> Draft:
-    """The cluster as it is now, nothing exposed."""
-    asks: dict[Ask, Need] = {}
+def draft_of(cluster: Cluster, like: Draft | None = None) -> Draft:
+    """The cluster as it is now, nothing exposed.
+
+    One that is `like` it is of the same nodes, and of the same jobs with the same asks: what is known of those holds.
+    """
+    asks: dict[Ask, tuple[Need, list[int]]] = {}
     needs: dict[str, Need] = {}
-    space = Space(cluster.nodes)
-    counts: dict[Need, int] = {}
     for job in cluster.jobs:
-        need = asks.get(job.ask)
-        if need is None:
-            need = asks[job.ask] = need_of(job.ask)
-        needs[job.id] = need
-        counts[need] = counts.get(need, 0) + job.min_workers
-    mix = mix_of(counts, cluster.nodes, space.kinds)
+        known = asks.get(job.ask)
+        if known is None:
+            known = asks[job.ask] = need_of(job.ask), []
+        needs[job.id] = known[0]
+        known[1].append(job.min_workers)
+    if like is None:
+        counts: dict[Need, int] = {}
+        for need, workers in asks.values():
+            counts[need] = counts.get(need, 0) + sum(workers)
+        space = Space(cluster.nodes)
+        empty = Finder(space, mix_of(counts, cluster.nodes, space.kinds), cluster.links)
+    else:
+        empty = like.empty
+    free = empty.over(empty.space.copy())
     names = {node.partition for node in cluster.nodes} | {job.partition for job in cluster.jobs}
     partitions = {name: cluster.partitions.get(name, Partition(name=name)) for name in sorted(names)}
     draft = Draft(
         cluster=cluster,
-        free=Finder(space, mix, cluster.links),
+        empty=empty,
+        free=free,
         jobs={job.id: job for job in cluster.jobs},
         needs=needs,
         partitions=partitions,

@@ -7,7 +7,19 @@ import numpy as np
 
 from shoal.place.cluster import Cluster, Node, Partition, Queued
 from shoal.place.mix import Floats, Mix
-from shoal.place.space import MILLI, Bools, Ints, Need, Space, mask_of, need_of
+from shoal.place.space import (
+    MILLI,
+    Bools,
+    Ints,
+    Need,
+    Space,
+    State,
+    Table,
+    count_in,
+    mask_of,
+    need_of,
+    state_after,
+)
 from shoal.place.states import Numbered, States
 from shoal.spec.errors import UserError
 
@@ -24,27 +36,39 @@ FIT_WEIGHT = 0.001
 """Best fit only decides between nodes that lose the same."""
 
 NEVER = np.inf
+DIGITS = 12
+FEW = 16
+"""So many states are looked at one by one; numpy pays for more."""
+
 MAX_SEEDS = 8
 MAX_LINKED = 64
 
 
 @dataclass(slots=True)
 class Row:
-    """What is known of every node for one need: workers that fit, and how well. `seen` changes are in the counts,
-    `scored` in the scores: those are brought up to date when somebody has to choose."""
+    """What is known of every node of a `mask` for one need: workers that fit, `total` in all, and how well. `seen`
+    changes are in the counts, `scored` in the scores: those are brought up to date when somebody has to choose.
+    `refused` are the fewest workers that found no room, when so many `num_returns` had been given back."""
 
+    mask: Bools
+    fits: "Fits"
     counts: Ints
+    total: int
     seen: int
     scores: Floats | None = None
     scored: int = 0
+    refused: int = 0
+    num_returns: int = -1
 
 
 @dataclass(slots=True)
 class Fits:
-    """What one need makes of every state: workers that fit, and how well, as far as that was asked for."""
+    """What one need makes of every state: workers that fit, and how well, as far as that was asked for. Which kinds
+    of nodes it may use plays no part in that."""
 
-    counts: Ints
-    scores: Floats
+    need: Need
+    counts: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -52,58 +76,74 @@ class Finder:
     """Finds nodes in a `Space`. It remembers, need by need, how every node fits, and looks again where that changed.
 
     Scores are worked out for states, not for nodes, so a decision over ten thousand nodes costs little for each job.
+    Nobody starts on nodes that are `barred`; those are never fewer than they were.
     """
 
     space: Space
     mix: Mix | None = None
     links: Links = field(default_factory=dict)
-    barred: set[int] = field(default_factory=set)
+    barred: frozenset[int] = frozenset()
     rows: dict[tuple[Need, frozenset[str]], Row] = field(default_factory=dict)
     masks: dict[tuple[frozenset[str], frozenset[str]], Bools] = field(default_factory=dict)
     holders: dict[str, Bools] = field(default_factory=dict)
     states: States = field(default_factory=States)
     fits: dict[Need, Fits] = field(default_factory=dict)
-    refused: dict[tuple[Need, frozenset[str]], tuple[int, int]] = field(default_factory=dict)
-    """The fewest workers that found no room, and how much had been given back by then."""
+    losses: dict[State, float] = field(default_factory=dict)
     numbered: Numbered = field(init=False)
 
     def __post_init__(self) -> None:
         self.numbered = Numbered(self.space, self.states)
 
     def over(self, space: Space) -> "Finder":
-        """One for another space of the same nodes, which shares what is known of states."""
+        """One for another space of the same nodes, which shares what is known of states; no node is barred there."""
         return Finder(
-            space, self.mix, self.links, set(self.barred), {}, self.masks, self.holders, self.states, self.fits
+            space,
+            self.mix,
+            self.links,
+            masks=self.masks,
+            holders=self.holders,
+            states=self.states,
+            fits=self.fits,
+            losses=self.losses,
         )
 
     def row(self, need: Need, zone: frozenset[str]) -> Row:
         """How many workers fit on every node, as of now. `zone` are the partitions it may use."""
-        changes = self.space.changes
         row = self.rows.get((need, zone))
-        if row is not None and row.seen == len(changes):
-            return row
-        mask, numbers = self.mask(need.kinds, zone), self.numbered.now()
-        counts = self._counts(need)
         if row is None:
-            row = self.rows[need, zone] = Row(np.where(mask, counts[numbers], 0), len(changes))
-        else:
-            at = _changed(changes, row.seen, mask)
-            row.counts[at] = counts[numbers[at]]
-            row.seen = len(changes)
+            row = self.rows[need, zone] = self._new_row(need, zone)
+        self._renew(row)
         return row
 
-    def scores(self, need: Need, zone: frozenset[str]) -> Floats:
-        """How bad it would be to put one worker on each node; never where none has room."""
-        changes, row = self.space.changes, self.row(need, zone)
-        if row.scores is not None and row.scored == len(changes):
-            return row.scores
+    def _new_row(self, need: Need, zone: frozenset[str]) -> Row:
+        anywhere = need.anywhere if need.kinds else need
+        fits = self.fits.get(anywhere)
+        if fits is None:
+            fits = self.fits[anywhere] = Fits(anywhere)
         mask, numbers = self.mask(need.kinds, zone), self.numbered.now()
-        scores = self._scores(need)
+        counts = np.where(mask, np.array(self._counts(fits), np.int64)[numbers], 0)
+        return Row(mask, fits, counts, int(counts.sum()), len(self.space.changes))
+
+    def _renew(self, row: Row) -> None:
+        changes = self.space.changes
+        if row.seen == len(changes):
+            return
+        numbers, known, counts = self.numbered.now(), self._counts(row.fits), row.counts
+        for at in _changed(changes, row.seen, row.mask):
+            count = known[numbers[at]]
+            row.total += count - counts.item(at)
+            counts[at] = count
+        row.seen = len(changes)
+
+    def _scored(self, row: Row) -> Floats:
+        """How bad it would be to put one worker on each node; never where none has room."""
+        changes = self.space.changes
         if row.scores is None:
-            row.scores = np.where(mask, scores[numbers], NEVER)
-        else:
-            at = _changed(changes, row.scored, mask)
-            row.scores[at] = scores[numbers[at]]
+            row.scores = np.where(row.mask, np.array(self._scores(row.fits))[self.numbered.now()], NEVER)
+        elif row.scored != len(changes):
+            numbers, known, scores = self.numbered.now(), self._scores(row.fits), row.scores
+            for at in _changed(changes, row.scored, row.mask):
+                scores[at] = known[numbers[at]]
         row.scored = len(changes)
         return row.scores
 
@@ -115,86 +155,99 @@ class Finder:
             self.masks[kinds, zone] = found
         return found
 
-    def _counts(self, need: Need) -> Ints:
+    def _counts(self, fits: Fits) -> list[int]:
         """How many workers fit into every state; those that are new are worked out."""
-        fits = self.fits.setdefault(need, Fits(np.zeros(0, np.int64), np.zeros(0)))
-        first = len(fits.counts)
-        if first < len(self.states.listed):
-            new = self.states.room(self.space, first).counts(need, slice(None))
-            fits.counts = np.concatenate((fits.counts, new))
-        return fits.counts
+        need, counts, listed = fits.need, fits.counts, self.states.listed
+        if len(counts) < len(listed) - FEW:
+            counts += self.states.table(len(counts), self.space.tops).counts(need, slice(None)).tolist()
+        elif len(counts) < len(listed):
+            counts += [count_in(state, need) for state in listed[len(counts) :]]
+        return counts
 
-    def _scores(self, need: Need) -> Floats:
+    def _scores(self, fits: Fits) -> list[float]:
         """How well every state fits."""
-        counts, fits = self._counts(need), self.fits[need]
-        first = len(fits.scores)
+        need, counts, scores = fits.need, self._counts(fits), fits.scores
+        first = len(scores)
         if first < len(counts):
-            scores = np.full(len(counts) - first, NEVER)
-            able = np.flatnonzero(counts[first:] > 0)
-            if len(able):
-                scores[able] = self.score(need, self.states.room(self.space, first), able)
-            fits.scores = np.concatenate((fits.scores, scores))
-        return fits.scores
+            scores += [NEVER] * (len(counts) - first)
+            able = [at for at in range(first, len(counts)) if counts[at] > 0]
+            if len(able) > FEW:
+                table = self.states.table(first, self.space.tops)
+                found = self.score(need, table, np.array(able) - first).tolist()
+            else:
+                found = [self.score_in(need, self.states.listed[at]) for at in able]
+            for at, score in zip(able, found, strict=True):
+                scores[at] = score
+        return scores
 
-    def score(self, need: Need, space: Space, at: Ints) -> Floats:
+    def score(self, need: Need, table: Table, at: Ints) -> Floats:
         """The lower the better, from -1 to 1: GPUs that one worker more would make useless for what usually comes.
 
         Those that others ask for by their kind are spared, and among equals the best fit goes first.
         """
-        fit = FIT_WEIGHT * _fit(space, need, at)
+        fit = FIT_WEIGHT * _fit(table, need, at)
         if self.mix is None:
             return fit
-        worse = self.mix.lost(space.rooms_after(need, at)) - self.mix.lost(space.rooms(at))
-        cost = (worse + SCARCE_WEIGHT * need.gpu * self.mix.scarce[space.kind[at]]) / MILLI
+        worse = self.mix.lost(table.rooms_after(need, at)) - self.mix.lost(table.rooms(at))
+        cost = (worse + SCARCE_WEIGHT * need.gpu * self.mix.scarce[table.kind[at]]) / MILLI
         # Equals must be equal whatever machine sums them up, or the last bit would decide.
-        return np.round(cost / (1.0 + np.abs(cost)) + fit, 12)
+        return np.round(cost / (1.0 + np.abs(cost)) + fit, DIGITS)
+
+    def score_in(self, need: Need, state: State) -> float:
+        """The same for one state."""
+        fit = FIT_WEIGHT * _fit_in(state, self.space.tops, need)
+        if self.mix is None:
+            return fit
+        worse = self._lost(state_after(state, need)) - self._lost(state)
+        cost = (worse + SCARCE_WEIGHT * need.gpu * float(self.mix.scarce[state[0]])) / MILLI
+        # As numpy rounds.
+        return round((cost / (1.0 + abs(cost)) + fit) * 10.0**DIGITS) / 10.0**DIGITS
+
+    def _lost(self, state: State) -> float:
+        found = self.losses.get(state)
+        if found is None:
+            assert self.mix is not None
+            found = self.losses[state] = self.mix.lost_in(state)
+        return found
 
     def most(self, need: Need, zone: frozenset[str]) -> int:
         """How many workers with this need have room now."""
         row = self.row(need, zone)
-        total = int(row.counts.sum())
-        return total - sum(int(row.counts[at]) for at in self.barred)
+        return row.total - sum([row.counts.item(at) for at in self.barred]) if self.barred else row.total
 
-    def is_refused(self, need: Need, workers: int, zone: frozenset[str]) -> bool:
-        """Whether it is known that so many have no room. False: look."""
-        fewest, num_returns = self.refused.get((need, zone), (0, -1))
-        return num_returns == self.space.num_returns and workers >= fewest
+    def has_room(self, need: Need, workers: int, zone: frozenset[str]) -> bool:
+        row = self.rows.get((need, zone))
+        num_returns = self.space.num_returns
+        if row is not None and row.num_returns == num_returns and workers >= row.refused:
+            return False
+        if self.most(need, zone) >= workers:
+            return True
+        row = self.rows[need, zone]
+        row.refused, row.num_returns = workers, num_returns
+        return False
 
     def pick(
         self, job: Queued, need: Need, workers: int, zone: frozenset[str], favour: Floats | None = None
     ) -> Spots | None:
         """Nodes for so many workers, all of them or None. `favour` is taken off the scores."""
-        if self.is_refused(need, workers, zone):
+        if not self.has_room(need, workers, zone):
             return None
-        spots = self._pick(job, need, workers, zone, favour)
-        # Nodes that are barred now may be free again with nothing given back.
-        if spots is None and not self.barred:
-            self.refused[need, zone] = workers, self.space.num_returns
-        return spots
-
-    def _pick(
-        self, job: Queued, need: Need, workers: int, zone: frozenset[str], favour: Floats | None
-    ) -> Spots | None:
-        counts = self.row(need, zone).counts
+        row = self.rows[need, zone]
+        counts, scores = row.counts, self._scored(row)
         if self.barred:
             counts = counts.copy()
             counts[list(self.barred)] = 0
-        if int(counts.sum()) < workers:
-            return None
-        scores = self.scores(need, zone)
         if job.needs:
             scores = scores - DATA_WEIGHT * self.held_part(job.needs)
         if favour is not None:
             scores = scores - favour
         if job.is_spread:
-            return _spread(counts, _fit(self.space, need, slice(None)), workers)
+            return _spread(counts, _fit(self.space.table(), need, slice(None)), workers)
         if workers == 1 and not self.barred:
-            at = int(scores.argmin()) if len(scores) else 0
-            return {at: 1} if len(scores) and scores[at] < NEVER else None
-        alone = np.where(counts >= workers, scores, NEVER)
-        at = int(alone.argmin()) if len(alone) else 0
-        if len(alone) and alone[at] < NEVER:
-            return {at: workers}
+            return {int(scores.argmin()): 1}
+        alone = np.flatnonzero(counts >= workers)
+        if len(alone):
+            return {int(alone[scores[alone].argmin()]): workers}
         if self.links:
             return self._pick_linked(counts, scores, workers)
         return _pack(counts, scores, workers)
@@ -237,26 +290,36 @@ class Finder:
         return self.links.get(pair, self.links.get((pair[1], pair[0]), 0.0))
 
 
-def _changed(changes: Sequence[int], seen: int, mask: Bools) -> Ints:
+def _changed(changes: Sequence[int], seen: int, mask: Bools) -> list[int]:
     """Nodes of the mask that changed since."""
-    at = np.array(changes[seen:], np.int64)
-    return at[mask[at]]
+    return [at for at in set(changes[seen:]) if mask[at]]
 
 
-def _fit(space: Space, need: Need, at: Ints | slice) -> Floats:
+def _fit(table: Table, need: Need, at: Ints | slice) -> Floats:
     """How much would be left, as parts of a full node. GPUs count most.
 
     A worker without a GPU avoids nodes that have some free, so that no GPU is left without cores.
     """
-    tops = space.tops
-    cores, memory, gpus = space.cores[at] / tops[0], space.memory[at] / tops[1], space.gpu_sum[at] / tops[2]
+    tops = table.tops
+    cores, memory, gpus = table.cores[at] / tops[0], table.memory[at] / tops[1], table.gpu_sum[at] / tops[2]
     if not need.gpu:
         return np.asarray(2 * gpus + cores + memory, np.float64)
     if need.share:
-        free = space.gpu[at]
+        free = table.gpu[at]
         left = np.where(free >= need.share, free - need.share, MILLI).min(axis=1) / MILLI
         return np.asarray(left + gpus + 0.25 * (cores + memory), np.float64)
     return np.asarray(2 * gpus + 0.25 * (cores + memory), np.float64)
+
+
+def _fit_in(state: State, tops: Sequence[int], need: Need) -> float:
+    """The same as `_fit`, for one state."""
+    cores, memory, gpus = state[1] / tops[0], state[2] / tops[1], sum(state[4:]) / tops[2]
+    if not need.gpu:
+        return 2 * gpus + cores + memory
+    if need.share:
+        left = min([free - need.share if free >= need.share else MILLI for free in state[4:]]) / MILLI
+        return left + gpus + 0.25 * (cores + memory)
+    return 2 * gpus + 0.25 * (cores + memory)
 
 
 def _pack(counts: Ints, scores: Floats, workers: int) -> Spots:
@@ -336,7 +399,7 @@ def could_ever_fit(cluster: Cluster, job: Queued) -> UserError | None:
             f"No node in partition {rules.name!r} is of kind {' or '.join(sorted(need.kinds))}.",
             hint=f"its nodes are of kind {', '.join(kinds)}",
         )
-    fits = int(Space(able).counts(need, slice(None)).sum())
+    fits = int(Space(able).table().counts(need, slice(None)).sum())
     if fits >= job.min_workers:
         return None
     if fits:

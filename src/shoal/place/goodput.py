@@ -11,13 +11,17 @@ import numpy as np
 
 from shoal.place.cluster import Cluster, Queued
 from shoal.place.decision import Decision
-from shoal.place.draft import Held
+from shoal.place.draft import Draft, Held
 from shoal.place.kinds import fill_kinds
 from shoal.place.rules import Rules, Walk, tier_of
 from shoal.place.sizing import USUAL_TUNING, Member, Tuning, admit, choose_sizes, is_known, member_of, weigh
+from shoal.place.space import Need
 from shoal.place.waiting import seconds_left
 
 GOODPUT_RULES = Rules()
+
+Queue = dict[tuple[str, int, Need], int]
+"""How many workers wait in each partition and class, for each need: as few as their jobs start with."""
 
 
 def most_goodput(cluster: Cluster, rules: Rules = GOODPUT_RULES, tuning: Tuning = USUAL_TUNING) -> list[Decision]:
@@ -32,8 +36,9 @@ def most_goodput(cluster: Cluster, rules: Rules = GOODPUT_RULES, tuning: Tuning 
         return fill_kinds(cluster, order, rules=rules)
     walk = Walk(cluster, order, rules, stops_peers=True)
     shaped: set[str] = set()
+    queue = _queue(walk)
     for members in _groups(walk):
-        shaped |= _shape(walk, members, tuning)
+        shaped |= _shape(walk, members, queue, tuning)
     walk.serve_owners()
     walk.serve_borrowers()
     walk.retry()
@@ -75,18 +80,17 @@ def _groups(walk: Walk) -> Iterator[list[Queued]]:
     yield from groups.values()
 
 
-def _shape(walk: Walk, jobs: Sequence[Queued], tuning: Tuning) -> set[str]:
+def _shape(walk: Walk, jobs: Sequence[Queued], queue: Queue, tuning: Tuning) -> set[str]:
     """Give these jobs their sizes in the draft; returns who they are."""
     draft = walk.draft
     first = jobs[0]
     zone, need = frozenset({first.partition}), draft.needs[first.id]
     row = draft.free.row(need, zone)
-    mask = draft.free.mask(need.kinds, zone)
-    per_node, kind = _usual_node(walk, first, mask)
+    per_node, kind = _usual_node(draft, need, zone)
     if not per_node:
         return set()
     room = int(row.counts.sum()) + sum(draft.num_workers(job.id) for job in jobs if job.allocation)
-    room = max(room - _reserved(walk, jobs), 0)
+    room = max(room - _reserved(draft, jobs, queue), 0)
     cap = draft.partitions[first.partition].max_workers_per_job
     able = [job for job in jobs if cap is None or job.min_workers <= cap]
     # Those who run have their smallest size for sure; then come the others, as the order has them.
@@ -101,27 +105,32 @@ def _shape(walk: Walk, jobs: Sequence[Queued], tuning: Tuning) -> set[str]:
     return {job.id for job in able}
 
 
-def _usual_node(walk: Walk, job: Queued, mask: np.ndarray) -> tuple[int, str]:
-    """How many workers of the job an empty node of the largest sort takes, and its kind."""
-    counts = np.where(mask, walk.empty.counts(walk.draft.needs[job.id], slice(None)), 0)
+def _usual_node(draft: Draft, need: Need, zone: frozenset[str]) -> tuple[int, str]:
+    """How many such workers an empty node of the largest sort takes, and its kind."""
+    counts = draft.empty.row(need, zone).counts
     at = int(counts.argmax()) if len(counts) else 0
-    return (int(counts[at]), walk.empty.nodes[at].kind) if len(counts) else (0, "")
+    return (int(counts[at]), draft.empty.space.nodes[at].kind) if len(counts) else (0, "")
 
 
-def _reserved(walk: Walk, jobs: Sequence[Queued]) -> int:
-    """Workers' worth of room that waiting jobs of other sorts will take: those of the same class or a higher one."""
-    draft, names = walk.draft, {job.id for job in jobs}
-    first = jobs[0]
-    need = draft.needs[first.id]
-    total = 0.0
+def _queue(walk: Walk) -> Queue:
+    queue: Queue = {}
     for job in walk.order:
-        if job.id in names or job.allocation or job.blocked_by or job.partition != first.partition:
-            continue
-        other = draft.needs[job.id]
-        if tier_of(job)[0] >= tier_of(first)[0] and (not need.gpu or other.gpu):
-            share = other.gpu / need.gpu if need.gpu else other.cores / max(need.cores, 1)
-            total += share * job.min_workers
-    return int(-(-total // 1))
+        if not job.allocation and not job.blocked_by:
+            key = job.partition, tier_of(job)[0], walk.draft.needs[job.id]
+            queue[key] = queue.get(key, 0) + job.min_workers
+    return queue
+
+
+def _reserved(draft: Draft, jobs: Sequence[Queued], queue: Queue) -> int:
+    """Workers' worth of room that waiting jobs of other sorts will take: those of the same class or a higher one."""
+    first = jobs[0]
+    need, own = draft.needs[first.id], tier_of(first)[0]
+    # In GPUs, or in cores where none are asked for.
+    total = -sum(job.min_workers for job in jobs if not job.allocation) * (need.gpu or need.cores)
+    for (partition, rank, other), workers in queue.items():
+        if partition == first.partition and rank >= own:
+            total += workers * (other.gpu if need.gpu else other.cores)
+    return -(-total // (need.gpu or max(need.cores, 1)))
 
 
 def _budgets(walk: Walk, jobs: Sequence[Queued]) -> dict[str, int]:

@@ -5,15 +5,17 @@ that the jobs that run get the most done together: one that is twice as fast on 
 times as fast there.
 """
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.place.cluster import Ask, Cluster, Node, Queued
-from shoal.place.decision import Decision, Place, Wait
-from shoal.place.rules import USUAL, Rules, fill, is_due, tier_of, waited_seconds
+from shoal.place.cluster import Ask, Cluster, Node, Queued, Rate
+from shoal.place.decision import Decision, Place
+from shoal.place.draft import Draft
+from shoal.place.rules import USUAL, Rules, fill, is_due, tier_of, waited_seconds, walk_through
 from shoal.place.space import Space, need_of
 from shoal.place.waiting import seconds_left
 
@@ -51,25 +53,25 @@ def fill_kinds(
     order = sorted(order, key=lambda job: job.id not in kinds)
     here = {job.id: sorts.kind_now(job) for job in order if job.allocation}
     asked = {job.id: job for job in order}
+    elsewhere = functools.cache(lambda name: sorts.elsewhere(asked[name]))
+    views = {job.id: _view(sorts, job, kinds.get(job.id, "")) for job in order}
     stay: set[str] = set()
+    like: Draft | None = None
     for attempt in range(MAX_TRIES + 1):
         # Whose nodes are all gone is on no kind: it does not move, it starts anew.
         moving = {name for name, now in here.items() if now and kinds.get(name, now) != now and name not in stay}
         if attempt == MAX_TRIES:
             moving = set()
-        views = [_view(cluster.now, sorts, job, kinds.get(job.id, ""), job.id in moving) for job in order]
-        decisions = fill(
-            replace(cluster, jobs=tuple(views)),
-            views,
-            rules=rules,
-            stops_peers=stops_peers,
-            elsewhere=lambda view: sorts.elsewhere(asked[view.id]),
-        )
+        seen = [_moving(cluster.now, view) if name in moving else view for name, view in views.items()]
+        shown = replace(cluster, jobs=tuple(seen))
+        walk = walk_through(shown, seen, rules, stops_peers, lambda job: elsewhere(job.id), like)
         # Who was to move and found no room keeps its place, and all is looked at again.
-        lost = {item.job for item in decisions if isinstance(item, Wait) and item.job in moving}
+        lost = {name for name in moving if name not in walk.draft.held}
         if not lost:
             break
         stay |= lost
+        like = walk.draft
+    decisions = walk.decisions()
     reasons = {name: f"moved from {here[name]} to {kinds[name]} nodes: it gains most there" for name in moving}
     return [
         replace(item, why=reasons[item.job]) if isinstance(item, Place) and item.job in reasons else item
@@ -78,7 +80,7 @@ def fill_kinds(
 
 
 class Sorts:
-    """What kinds of nodes there are, looked up once for all jobs."""
+    """What kinds of nodes there are, looked up once for all jobs; lives as long as one decision."""
 
     def __init__(self, nodes: Iterable[Node]) -> None:
         nodes = tuple(nodes)
@@ -87,7 +89,10 @@ class Sorts:
         self.spaces = {
             name: Space([node for node in nodes if node.partition == name]) for name in {n.partition for n in nodes}
         }
+        self.tables = {name: space.table() for name, space in self.spaces.items()}
         self.known: dict[tuple[Ask, str, int], frozenset[str]] = {}
+        self.speeds: dict[tuple[str, int], dict[str, float]] = {}
+        self.alike: dict[tuple[str, frozenset[str]], dict[str, float]] = {}
         self.widths: dict[str, dict[str, tuple[int, int]]] = {}
         """Partition -> kind -> GPUs and cores of its largest node."""
         for node in nodes:
@@ -97,6 +102,9 @@ class Sorts:
 
     def kind_now(self, job: Queued) -> str:
         """The kind of nodes it runs on; the one with most of its workers where there are several."""
+        if len(job.allocation) == 1:
+            ((name, workers),) = job.allocation.items()
+            return self.kind_of.get(name, "") if workers else ""
         kinds: dict[str, int] = {}
         for name, workers in job.allocation.items():
             if workers and name in self.kind_of:
@@ -110,8 +118,9 @@ class Sorts:
             space = self.spaces.get(job.partition)
             found = set()
             if space is not None:
-                counts = space.counts(need_of(job.ask), slice(None))
-                rooms = np.bincount(space.kind, counts, len(space.kinds))
+                table = self.tables[job.partition]
+                counts = table.counts(need_of(job.ask), slice(None))
+                rooms = np.bincount(table.kind, counts, len(space.kinds))
                 found = {kind for kind, room in zip(space.kinds, rooms, strict=True) if room >= job.min_workers}
             self.known[key] = frozenset(kind for kind in found if not job.ask.kinds or kind in job.ask.kinds)
         return self.known[key]
@@ -131,16 +140,28 @@ class Sorts:
 
     def speeds_of(self, job: Queued) -> dict[str, float]:
         """How fast it is on each kind it may use in its partition, as a part of the fastest; 1 where nobody knows."""
-        here = self.widths.get(job.partition, {})
-        able = [kind for kind in here if not job.ask.kinds or kind in job.ask.kinds]
         if job.rate is None:
-            return dict.fromkeys(able, 1.0)
+            key = job.partition, job.ask.kinds
+            alike = self.alike.get(key)
+            if alike is None:
+                alike = self.alike[key] = dict.fromkeys(self._able(job), 1.0)
+            return alike
         workers = max(job.num_workers, job.min_workers)
+        found = self.speeds.get((job.id, workers))
+        if found is None:
+            found = self.speeds[job.id, workers] = self._speeds(job, job.rate, workers)
+        return found
+
+    def _able(self, job: Queued) -> list[str]:
+        return [kind for kind in self.widths.get(job.partition, {}) if not job.ask.kinds or kind in job.ask.kinds]
+
+    def _speeds(self, job: Queued, rate: Rate, workers: int) -> dict[str, float]:
+        here = self.widths.get(job.partition, {})
         per_worker = max(job.ask.gpus or job.ask.cores, 1e-9)
         rates = {}
-        for kind in able:
+        for kind in self._able(job):
             width = here[kind][0 if job.ask.gpus else 1]
-            rates[kind] = job.rate(kind, workers, max(-(-workers // max(int(width / per_worker), 1)), 1))
+            rates[kind] = rate(kind, workers, max(-(-workers // max(int(width / per_worker), 1)), 1))
         top = max(rates.values(), default=0.0)
         return {kind: rate / top if top > 0 else 0.0 for kind, rate in rates.items()}
 
@@ -151,15 +172,19 @@ def can_move(cluster: Cluster, job: Queued, rules: Rules) -> bool:
     return job.is_preemptible and cluster.now - job.changed_at >= pause
 
 
-def _view(now: float, sorts: Sorts, job: Queued, kind: str, moves: bool) -> Queued:
-    """The job as `fill` shall see it: bound to its kind, and not running where it has to move.
+def _moving(now: float, view: Queued) -> Queued:
+    """One that leaves its nodes for others."""
+    return view.having(allocation={}, devices={}, stopped_at=now)
+
+
+def _view(sorts: Sorts, job: Queued, kind: str) -> Queued:
+    """The job as `fill` shall see it: bound to its kind.
 
     Who was left out runs where it runs, or may start on any kind; several workers of one job stay on one kind, if
     there is one that has room for all.
     """
     if kind:
-        view = job.having(ask=job.ask.on(frozenset({kind})))
-        return view.having(allocation={}, devices={}, stopped_at=now) if moves else view
+        return job.having(ask=job.ask.on(frozenset({kind})))
     speeds = sorts.speeds_of(job)
     able = {name for name, speed in speeds.items() if speed > 0}
     if job.allocation or not able:
@@ -247,8 +272,9 @@ class _Pool:
         room = np.array([self.room[kind] for kind in kinds])
         placed: dict[str, str] = {}
         free: list[Queued] = []
+        here: dict[str, str] = {}
         for job in self.jobs:
-            kind = self.sorts.kind_now(job) if job.allocation else ""
+            kind = here[job.id] = self.sorts.kind_now(job) if job.allocation else ""
             if kind and not can_move(self.cluster, job, rules):
                 placed[job.id] = kind
                 if kind in self.room:  # else it is on a borrowed node, of a kind that its partition does not have
@@ -258,7 +284,7 @@ class _Pool:
         # Who may not be stopped runs whatever the order is; where, is open.
         now = self.cluster.now
         free.sort(key=lambda job: not (job.allocation and not (stops_peers and is_due(job, now, rules))))
-        speeds = np.array([self._row(job, kinds) for job in free]).reshape(len(free), len(kinds))
+        speeds = np.array([self._row(job, kinds, here[job.id]) for job in free]).reshape(len(free), len(kinds))
         sizes = np.array([_size(job) for job in free])
         left = [seconds_left(job) for job in free]
         known = [length for length in left if length is not None]
@@ -268,10 +294,9 @@ class _Pool:
         placed.update({job.id: kinds[at] for job, at in zip(free, picks, strict=True) if at >= 0})
         return placed
 
-    def _row(self, job: Queued, kinds: Sequence[str]) -> list[float]:
+    def _row(self, job: Queued, kinds: Sequence[str], now: str) -> list[float]:
         alone = self.sorts.alone(job)
         speeds = {kind: speed for kind, speed in self.sorts.speeds_of(job).items() if kind in alone}
-        now = self.sorts.kind_now(job) if job.allocation else ""
         stays = MOVE_GAIN if job.stop_seconds > 0 else 1.0
         return [speeds.get(kind, 0.0) * (stays if kind == now else 1.0) for kind in kinds]
 
@@ -305,7 +330,8 @@ def share_out(
         if sizes[at] <= total:
             todo.append(at)
             total -= float(sizes[at])
-    while todo:
+    chosen: set[int] = set()
+    while todo := [at for at in todo if at not in chosen]:
         rows = np.array(todo)
         fits = np.where(room[None, :] >= sizes[rows, None], speeds[rows], 0.0)
         best = fits.argmax(axis=1)
@@ -320,7 +346,7 @@ def share_out(
                 continue
             room[kind] -= sizes[at]
             picks[at] = kind
-            todo.remove(at)
+            chosen.add(at)
             if room[kind] < widest:
                 # Somebody's second best may have changed.
                 break

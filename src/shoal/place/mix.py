@@ -1,5 +1,6 @@
 """What is usually asked for, and how much of a node's free GPUs is lost to it: what placement tries not to add to."""
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -7,9 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.place.cluster import Node
-from shoal.place.space import MILLI, Ints, Need, Rooms
+from shoal.place.space import MILLI, Ints, Need, Rooms, State
 
 Floats = NDArray[np.float64]
+Typical = tuple[int, tuple[tuple[float, int, int, int, int], ...]]
+"""A size of device, and the needs that ask for such: their part, cores, memory, disk and number of devices."""
 
 POPULAR = 0.95
 """Rare needs are left out: what one job in a hundred asks for says little about where the others should go."""
@@ -35,6 +38,28 @@ class Mix:
     on_kind: NDArray[np.bool_]
     usual: tuple[float, float]
     scarce: Floats
+    by_kind: tuple[tuple["Typical", ...], ...]
+
+    def lost_in(self, state: State) -> float:
+        """The same as `lost`, for one node: less than a tenth of the time."""
+        cores, memory, disk, gpus = state[1], state[2], state[3], state[4:]
+        free = sum(gpus)
+        used = 0.0
+        for size, needs in self.by_kind[state[0]]:
+            # From the fullest to the emptiest: whatever comes after the first that is large enough is so, too.
+            first = bisect_left(gpus, size)
+            count = len(gpus) - first
+            if not count:
+                continue
+            usable = sum(gpus[first:])
+            for part, each_cores, each_memory, each_disk, whole in needs:
+                if count >= whole and cores >= each_cores and memory >= each_memory and disk >= each_disk:
+                    used += part * usable
+        bare = 0.0
+        for have, usual in ((cores, self.usual[0]), (memory, self.usual[1])):
+            if usual > 0:
+                bare = max(bare, free - have / usual)
+        return free - used + bare
 
     def lost(self, rooms: Rooms) -> Floats:
         """Thousandths of GPUs on each node that are free and that the needs of this mix could not use.
@@ -86,7 +111,18 @@ def mix_of(counts: Mapping[Need, int], nodes: Sequence[Node], kinds: Sequence[st
             sum(count * need.memory for count, need in asked) / gpus,
         ),
         scarce=_scarce(asked, nodes, kinds),
+        by_kind=tuple(_typical(kind, typical, covered) for kind in kinds),
     )
+
+
+def _typical(kind: str, typical: Sequence[tuple[int, Need]], covered: int) -> tuple[Typical, ...]:
+    """The needs that can be met on nodes of this kind, by the size of device they ask for."""
+    found: dict[int, list[tuple[float, int, int, int, int]]] = {}
+    for count, need in typical:
+        if not need.kinds or kind in need.kinds:
+            row = (count / covered, need.cores, need.memory, need.disk, max(need.whole, 1))
+            found.setdefault(MILLI if need.whole else need.share, []).append(row)
+    return tuple((size, tuple(rows)) for size, rows in sorted(found.items()))
 
 
 def _scarce(asked: Sequence[tuple[int, Need]], nodes: Sequence[Node], kinds: Sequence[str]) -> Floats:

@@ -14,7 +14,6 @@ A policy says in which order peers go. `fill` does the rest, and keeps these pro
 import heapq
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import groupby
 
 import numpy as np
@@ -23,7 +22,7 @@ from shoal.place.cluster import CLASSES, Cluster, Queued
 from shoal.place.decision import Decision, Wait
 from shoal.place.draft import Draft, Held, Use, draft_of
 from shoal.place.fit import Spots, could_ever_fit, zones_of
-from shoal.place.space import Need, Space
+from shoal.place.space import Need, count_in
 from shoal.place.waiting import KEPT, TOO_LARGE, TOO_LARGE_AT_HOME, estimate_starts, explain_room
 
 CLASS_RANK = {name: number for number, name in enumerate(CLASSES)}
@@ -88,38 +87,49 @@ def fill(
     them needs it. With `stops_peers`, one that stands earlier stops peers behind it; without, only after it waited
     `patience_seconds`. `elsewhere` are kinds of nodes on which a job may run when there is no room on those it names.
     """
-    walk = Walk(cluster, order, rules, stops_peers)
+    return walk_through(cluster, order, rules, stops_peers, elsewhere).decisions()
+
+
+def walk_through(
+    cluster: Cluster,
+    order: Sequence[Queued],
+    rules: Rules,
+    stops_peers: bool,
+    elsewhere: Callable[[Queued], list[frozenset[str]]] | None,
+    like: Draft | None = None,
+) -> "Walk":
+    """As `fill`, up to where the decisions can be told. `like` is the draft of a walk through the same jobs and
+    nodes, of which not all ran where they run now."""
+    walk = Walk(cluster, order, rules, stops_peers, like)
     walk.serve_owners()
     walk.serve_borrowers()
     walk.retry()
     if elsewhere is not None:
         walk.spill(elsewhere)
     walk.grow()
-    return walk.draft.decisions() + walk.waits()
+    return walk
 
 
 class Walk:
     """One decision being made. Short-lived; everything it knows comes from the cluster."""
 
-    def __init__(self, cluster: Cluster, order: Sequence[Queued], rules: Rules, stops_peers: bool) -> None:
+    def __init__(
+        self, cluster: Cluster, order: Sequence[Queued], rules: Rules, stops_peers: bool, like: Draft | None = None
+    ) -> None:
         self.cluster, self.rules, self.stops_peers = cluster, rules, stops_peers
-        self.draft: Draft = draft_of(cluster)
+        self.draft: Draft = draft_of(cluster, like)
         starving = {job.id for job in order if waited_seconds(job, cluster.now) > rules.patience_seconds}
         self.starving = starving
         # First come, first served already has those in front who waited long.
         place = {job.id: (stops_peers and job.id not in starving) for job in order}
-        self.order = sorted(order, key=lambda job: (_down(tier_of(job)), place[job.id]))
+        self.tiers = {job.id: tier_of(job) for job in order}
+        self.order = sorted(order, key=lambda job: (_down(self.tiers[job.id]), place[job.id]))
         self.rank = {job.id: number for number, job in enumerate(self.order)}
         self.reasons: dict[str, str] = {}
         self.kept_for = ""
         self.num_dropped = 0
         self.is_lending = False
-        self.alone: dict[tuple[Need, frozenset[str]], int] = {}
-
-    @cached_property
-    def empty(self) -> Space:
-        """The nodes with nothing on them."""
-        return Space(self.cluster.nodes)
+        self.zones: dict[tuple[str, bool], tuple[frozenset[str], frozenset[str]]] = {}
 
     # -- who goes where ------------------------------------------------------------------------------------------
 
@@ -149,7 +159,7 @@ class Walk:
         draft = self.draft
         extras: list[Queued] = []
         last_class = -1
-        for tier, members in groupby(self.order, key=tier_of):
+        for tier, members in groupby(self.order, key=lambda job: self.tiers[job.id]):
             peers = list(members)
             if tier[0] != last_class:
                 self._hide(extras)
@@ -168,28 +178,39 @@ class Walk:
                         self._settle(peers, everyone=True)
 
     def _zone(self, job: Queued) -> frozenset[str]:
-        return zones_of(job, self.draft.partitions)[self.is_lending]
+        return self._zones(job)[self.is_lending]
+
+    def _zones(self, job: Queued) -> tuple[frozenset[str], frozenset[str]]:
+        key = job.partition, job.is_preemptible
+        found = self.zones.get(key)
+        if found is None:
+            found = self.zones[key] = zones_of(job, self.draft.partitions)
+        return found
 
     def retry(self) -> None:
         """Stops free more than they were made for: once more for those who wait."""
         if self.num_dropped:
             for job in self.order:
                 if job.id not in self.draft.held:
-                    self._serve(job, zones_of(job, self.draft.partitions)[1], may_stop=False)
+                    self._serve(job, self._zones(job)[1], may_stop=False)
 
     def spill(self, elsewhere: Callable[[Queued], list[frozenset[str]]]) -> None:
         """What is free goes to those who still wait, though other kinds would suit them better."""
         draft = self.draft
+        known: dict[tuple[Need, frozenset[str]], Need] = {}
         for job in self.order:
             if job.id in draft.held or job.blocked_by:
                 continue
-            told, zone = draft.needs[job.id], zones_of(job, draft.partitions)[1]
+            told, zone = draft.needs[job.id], self._zones(job)[1]
             for kinds in elsewhere(job):
-                need = draft.needs[job.id] = replace(told, kinds=kinds)
+                need = known.get((told, kinds))
+                if need is None:
+                    need = known[told, kinds] = replace(told, kinds=kinds)
+                draft.needs[job.id] = need
                 self._serve(job, zone, may_stop=False)
                 if job.id in draft.held:
                     break
-                if int(draft.free.row(need, zone).counts.sum()) >= job.min_workers:
+                if draft.free.row(need, zone).total >= job.min_workers:
                     # There is room that it is kept from: this is what it has to be told.
                     told = need
             else:
@@ -229,6 +250,9 @@ class Walk:
         draft = self.draft
         shown = draft.exposed.get(job.id)
         if not shown:
+            return
+        if not job.is_elastic and (self.is_lending or len(draft.partitions) < 2):
+            draft.protect(job.id)
             return
         extra = draft.split(job.id, job.min_workers)[1] if job.is_elastic else {}
         part: Held = {}
@@ -272,15 +296,15 @@ class Walk:
         """Nodes where there is room once others have gone, with those others stopped or made smaller."""
         draft = self.draft
         need = draft.needs[job.id]
-        if draft.reach.is_refused(need, job.min_workers, zone):
+        reach = draft.reach
+        if not reach.has_room(need, job.min_workers, zone):
             return None
         free_now = np.minimum(draft.free.row(need, zone).counts, job.min_workers) / job.min_workers
-        spots = draft.reach.pick(job, need, job.min_workers, zone, favour=4.0 * free_now)
+        spots = reach.pick(job, need, job.min_workers, zone, favour=4.0 * free_now)
         if spots is None:
             return None
         for at, workers in spots.items():
-            here = np.array([at])
-            while int(draft.free.space.counts(need, here)[0]) < workers:
+            while count_in(draft.free.space.state(at), need) < workers:
                 self._take_from(self._victim(at), at, job)
         return spots
 
@@ -318,21 +342,18 @@ class Walk:
         """Nobody else starts on the nodes where it could run soonest, until it does."""
         draft = self.draft
         need = draft.needs[job.id]
-        row = draft.free.row(need, zone)
-        mask = draft.free.mask(need.kinds, zone)
-        whole = np.where(mask, self.empty.counts(need, slice(None)), 0)
-        left = job.min_workers
+        row, whole = draft.free.row(need, zone), draft.empty.row(need, zone).counts
+        left, barred = job.min_workers, []
         # Where most is free already, so that the choice stays the same while it drains.
         for at in np.lexsort((np.arange(len(whole)), -row.counts, -np.minimum(whole, left))).tolist():
             if left <= 0:
                 break
             if whole[at]:
-                draft.free.barred.add(at)
+                barred.append(at)
                 left -= int(whole[at])
-        if left > 0:
-            draft.free.barred.clear()
-            return
-        self.kept_for = job.id
+        if left <= 0:
+            draft.free.barred = frozenset(barred)
+            self.kept_for = job.id
 
     def _grow(self, job: Queued, more: int) -> int:
         """Give it up to so many workers; returns how many."""
@@ -341,7 +362,7 @@ class Walk:
             more //= 2
         if not more:
             return 0
-        home, lent = zones_of(job, draft.partitions)
+        home, lent = self._zones(job)
         need = draft.needs[job.id]
         here = np.zeros(len(draft.free.space.nodes))
         here[list(draft.held[job.id])] = 8.0
@@ -368,8 +389,10 @@ class Walk:
         cap = rules.max_workers_per_job
         if cap is not None and draft.num_workers(job.id) + more > cap:
             return f"partition {rules.name!r} allows a job {cap} workers"
-        use = draft.uses.get((job.partition, job.owner), Use())
         cap = rules.max_workers_per_user
+        if cap is None and rules.max_user_share >= 1.0:
+            return ""
+        use = draft.uses.get((job.partition, job.owner), Use())
         if cap is not None and use.workers + more > cap:
             allowed = f"the {cap} workers that {rules.name!r} allows a person"
             return f"{job.owner or 'its owner'} has {use.workers} of {allowed}"
@@ -385,7 +408,10 @@ class Walk:
                 return f"{job.owner or 'its owner'} would have more than {share}, the most for one person"
         return ""
 
-    # -- those who wait ------------------------------------------------------------------------------------------
+    # -- what is told ------------------------------------------------------------------------------------------
+
+    def decisions(self) -> list[Decision]:
+        return self.draft.decisions() + self.waits()
 
     def waits(self) -> list[Decision]:
         """A true reason, the position and, where it can be told, the time for everyone who waits."""
@@ -412,7 +438,7 @@ class Walk:
         key = (draft.needs[job.id], job.min_workers, job.partition, job.is_preemptible)
         if key not in shared:
             never = None if self._fits_alone(job) else could_ever_fit(self.cluster, job)
-            home, lent = zones_of(job, draft.partitions)
+            home, lent = self._zones(job)
             reason = explain_room(draft, job, lent, self.kept_for)
             if never is not None and not reason.startswith(KEPT):
                 where = TOO_LARGE if home == lent else TOO_LARGE_AT_HOME
@@ -423,10 +449,7 @@ class Walk:
     def _fits_alone(self, job: Queued) -> bool:
         """Whether it would fit into its partition as it is now, were nothing running."""
         need, zone = self.draft.needs[job.id], frozenset({job.partition})
-        if (need, zone) not in self.alone:
-            counts = self.empty.counts(need, slice(None))
-            self.alone[need, zone] = int(counts[self.draft.free.mask(need.kinds, zone)].sum())
-        return self.alone[need, zone] >= job.min_workers
+        return self.draft.empty.row(need, zone).total >= job.min_workers
 
 
 def _down(tier: Tier) -> Tier:

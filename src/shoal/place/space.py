@@ -1,5 +1,6 @@
 """What is free on every node, as arrays that placement scans at once; whole numbers, so that nothing is lost."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -10,8 +11,12 @@ from shoal.place.cluster import Ask, Node
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+State = tuple[int, ...]
+"""Kind, cores, memory, disk, then the GPUs from the fullest to the emptiest: all that placement sees of one node."""
+
 MILLI = 1000
 PLENTY = 1 << 40
+UNBOUNDED = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,11 @@ class Need:
 
     def __hash__(self) -> int:
         return self._hash
+
+    @property
+    def anywhere(self) -> "Need":
+        """The same on any kind of nodes."""
+        return Need(self.cores, self.memory, self.disk, self.whole, self.share, frozenset())
 
     @property
     def gpu(self) -> int:
@@ -57,51 +67,19 @@ class Rooms:
     kind: Ints
 
 
-class Space:
-    """Room on the nodes. `take` and `give_back` change it; what changed is in `changes`, so that others can follow.
-    While `num_returns` stays the same, what had no room still has none.
+class Table:
+    """What some nodes, or states, have free, as arrays: for a look at many of them at once.
 
     GPUs have a row of devices for each node, `gpu[node, device]` free thousandths. Devices that a node does not have
-    are zero.
+    are zero. `tops` are the cores, memory and GPUs of the largest node, full or not.
     """
 
-    def __init__(self, nodes: Sequence[Node]) -> None:
-        self.nodes = nodes
-        self.index = {node.name: at for at, node in enumerate(nodes)}
-        self.cores: Ints = np.array([int(node.cores * MILLI) for node in nodes], np.int64)
-        self.memory: Ints = np.array([node.memory_bytes for node in nodes], np.int64)
-        self.disk: Ints = np.array([node.disk_bytes for node in nodes], np.int64)
-        self.num_gpus: Ints = np.array([node.gpus for node in nodes], np.int64)
-        width = max(int(self.num_gpus.max(initial=0)), 1)
-        self.gpu: Ints = np.where(np.arange(width)[None, :] < self.num_gpus[:, None], MILLI, 0).astype(np.int64)
-        self.whole: Ints = self.num_gpus.copy()
-        self.gpu_sum: Ints = self.num_gpus * MILLI
-        self.kinds = sorted({node.kind for node in nodes})
-        number = {kind: at for at, kind in enumerate(self.kinds)}
-        self.kind: Ints = np.array([number[node.kind] for node in nodes], np.int64)
-        self.tops = tuple(max(int(v.max(initial=0)), 1) for v in (self.cores, self.memory, self.gpu_sum))
-        self.changes: list[int] = []
-        self.num_returns = 0
-
-    def copy(self) -> "Space":
-        """Another one with the same room, whose changes begin from here."""
-        other = object.__new__(Space)
-        other.nodes, other.index, other.num_gpus, other.tops = self.nodes, self.index, self.num_gpus, self.tops
-        other.kinds, other.kind = self.kinds, self.kind
-        other.cores, other.memory, other.disk = self.cores.copy(), self.memory.copy(), self.disk.copy()
-        other.gpu, other.whole, other.gpu_sum = self.gpu.copy(), self.whole.copy(), self.gpu_sum.copy()
-        other.changes, other.num_returns = [], 0
-        return other
-
-    def with_room(self, kind: Ints, cores: Ints, memory: Ints, disk: Ints, gpu: Ints) -> "Space":
-        """Nodes that have this room, one a row, in place of those of this space."""
-        other = object.__new__(Space)
-        other.nodes, other.index, other.num_gpus, other.tops = (), {}, (gpu > 0).sum(axis=1), self.tops
-        other.kinds, other.kind = self.kinds, kind
-        other.cores, other.memory, other.disk, other.gpu = cores, memory, disk, gpu
-        other.whole, other.gpu_sum = (gpu == MILLI).sum(axis=1), gpu.sum(axis=1)
-        other.changes, other.num_returns = [], 0
-        return other
+    def __init__(
+        self, kind: Ints, cores: Ints, memory: Ints, disk: Ints, gpu: Ints, tops: tuple[int, int, int]
+    ) -> None:
+        self.kind, self.cores, self.memory, self.disk, self.gpu, self.tops = kind, cores, memory, disk, gpu, tops
+        self.whole: Ints = (gpu == MILLI).sum(axis=1)
+        self.gpu_sum: Ints = gpu.sum(axis=1)
 
     def counts(self, need: Need, at: Ints | slice) -> Ints:
         """How many workers with that need have room on each of these nodes."""
@@ -142,13 +120,61 @@ class Space:
             self.cores[at] - need.cores, self.memory[at] - need.memory, self.disk[at] - need.disk, gpu, self.kind[at]
         )
 
+
+class Space:
+    """Room on the nodes. `take` and `give_back` change it; what changed is in `changes`, so that others can follow.
+    While `num_returns` stays the same, what had no room still has none.
+
+    What one node has free are numbers in lists: workers come and go one by one, and arrays take longer for that.
+    """
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self.nodes = nodes
+        self.index = {node.name: at for at, node in enumerate(nodes)}
+        self.num_gpus = [node.gpus for node in nodes]
+        self.kinds = sorted({node.kind for node in nodes})
+        number = {kind: at for at, kind in enumerate(self.kinds)}
+        self.kind = [number[node.kind] for node in nodes]
+        self.cores = [int(node.cores * MILLI) for node in nodes]
+        self.memory = [node.memory_bytes for node in nodes]
+        self.disk = [node.disk_bytes for node in nodes]
+        self.width = max(max(self.num_gpus, default=0), 1)
+        self.gpu = [[MILLI] * gpus + [0] * (self.width - gpus) for gpus in self.num_gpus]
+        most = max(self.cores, default=0), max(self.memory, default=0), max(self.num_gpus, default=0) * MILLI
+        self.tops = max(most[0], 1), max(most[1], 1), max(most[2], 1)
+        self.changes: list[int] = []
+        self.num_returns = 0
+
+    def copy(self) -> "Space":
+        """Another one with the same room, whose changes begin from here."""
+        other = object.__new__(Space)
+        other.nodes, other.index, other.num_gpus, other.tops = self.nodes, self.index, self.num_gpus, self.tops
+        other.kinds, other.kind, other.width = self.kinds, self.kind, self.width
+        other.cores, other.memory, other.disk = self.cores.copy(), self.memory.copy(), self.disk.copy()
+        other.gpu = [devices.copy() for devices in self.gpu]
+        other.changes, other.num_returns = [], 0
+        return other
+
+    def table(self) -> Table:
+        """All nodes as they are now."""
+        kind, cores, memory, disk = (
+            np.array(part, np.int64) for part in (self.kind, self.cores, self.memory, self.disk)
+        )
+        gpu = np.array(self.gpu, np.int64).reshape(len(self.nodes), self.width)
+        return Table(kind, cores, memory, disk, gpu, self.tops)
+
+    def state(self, at: int) -> State:
+        """What one node has free."""
+        return self.kind[at], self.cores[at], self.memory[at], self.disk[at], *sorted(self.gpu[at])
+
     def pick_devices(self, at: int, need: Need, workers: int, had: Sequence[int] = ()) -> tuple[int, ...]:
         """The best fitting devices for so many workers on one node: those they `had`, then the fullest with room."""
-        free = self.gpu[at].tolist()
         if need.whole:
+            free = self.gpu[at]
             kept = [device for device in had if device < len(free) and free[device] == MILLI]
             empty = [device for device, room in enumerate(free) if room == MILLI and device not in kept]
             return tuple([*kept, *empty][: need.whole * workers])
+        free = self.gpu[at].copy()
         picked: list[int] = []
         for device in had[:workers] if need.share else ():
             if device < len(free) and free[device] >= need.share:
@@ -179,13 +205,38 @@ class Space:
             step = step if workers > 0 else -step
             row = self.gpu[at]
             for device in devices:
-                before = int(row[device])
-                row[device] = before + step
-                self.whole[at] += (before + step == MILLI) - (before == MILLI)
-            self.gpu_sum[at] += step * len(devices)
+                row[device] += step
         self.changes.append(at)
 
 
 def mask_of(nodes: Iterable[Node], kinds: frozenset[str]) -> Bools:
     """Nodes where new workers of these kinds may start: not draining, and of an allowed kind."""
     return np.array([not node.is_draining and (not kinds or node.kind in kinds) for node in nodes], np.bool_)
+
+
+def count_in(state: State, need: Need) -> int:
+    """The same as `Table.counts`, for one node."""
+    room = UNBOUNDED
+    for free, wanted in ((state[1], need.cores), (state[2], need.memory), (state[3], need.disk)):
+        if wanted > 0:
+            room = min(room, free // wanted)
+    if need.whole:
+        room = min(room, state[4:].count(MILLI) // need.whole)
+    elif need.share:
+        room = min(room, sum([free // need.share for free in state[4:]]))
+    return PLENTY if room == UNBOUNDED else max(room, 0)
+
+
+def state_after(state: State, need: Need) -> State:
+    """The same as `Table.rooms_after`, for one node."""
+    gpus = state[4:]
+    if need.whole:
+        # Those that nobody uses stand last.
+        gpus = (0,) * need.whole + gpus[: len(gpus) - need.whole]
+    elif need.share:
+        first = bisect_left(gpus, need.share)
+        left = gpus[first] - need.share
+        rest = gpus[:first] + gpus[first + 1 :]
+        place = bisect_left(rest, left)
+        gpus = (*rest[:place], left, *rest[place:])
+    return state[0], state[1] - need.cores, state[2] - need.memory, state[3] - need.disk, *gpus

@@ -8,12 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shoal.place.space import Ints, Space
-
-State = tuple[int, ...]
-"""Kind, cores, memory, disk, then the GPUs from the fullest to the emptiest: all that placement looks at."""
-
-FEW = 64
+from shoal.place.space import Space, State, Table
 
 
 @dataclass(slots=True)
@@ -22,6 +17,7 @@ class States:
 
     numbers: dict[State, int] = field(default_factory=dict)
     listed: list[State] = field(default_factory=list)
+    known: tuple[int, int, Table] | None = None
 
     def number(self, state: State) -> int:
         found = self.numbers.get(state)
@@ -30,10 +26,14 @@ class States:
             self.listed.append(state)
         return found
 
-    def room(self, like: Space, first: int) -> Space:
-        """A space whose nodes are the states from `first` on."""
-        table = np.array(self.listed[first:], np.int64)
-        return like.with_room(table[:, 0], table[:, 1], table[:, 2], table[:, 3], table[:, 4:])
+    def table(self, first: int, tops: tuple[int, int, int]) -> Table:
+        """The states from `first` on."""
+        # One need after the other asks for the same.
+        if self.known is None or self.known[:2] != (first, len(self.listed)):
+            rows = np.array(self.listed[first:], np.int64)
+            table = Table(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3], rows[:, 4:], tops)
+            self.known = first, len(self.listed), table
+        return self.known[2]
 
 
 @dataclass(slots=True)
@@ -42,32 +42,15 @@ class Numbered:
 
     space: Space
     states: States
-    numbers: Ints | None = None
+    numbers: list[int] = field(default_factory=list)
     seen: int = 0
 
-    def now(self) -> Ints:
-        space = self.space
-        if self.numbers is None:
-            self.numbers = np.zeros(len(space.nodes), np.int64)
-            self._renew(np.arange(len(space.nodes)))
-        elif self.seen < len(space.changes):
-            changed = set(space.changes[self.seen :])
-            if len(changed) <= FEW:
-                for at in changed:
-                    self.numbers[at] = self.states.number(self._state(at))
-            else:
-                self._renew(np.array(sorted(changed), np.int64))
+    def now(self) -> list[int]:
+        space, number = self.space, self.states.number
+        if not self.numbers:
+            self.numbers = [number(space.state(at)) for at in range(len(space.nodes))]
+        elif self.seen != len(space.changes):
+            for at in set(space.changes[self.seen :]):
+                self.numbers[at] = number(space.state(at))
         self.seen = len(space.changes)
         return self.numbers
-
-    def _state(self, at: int) -> State:
-        space = self.space
-        gpus = sorted(space.gpu[at].tolist())
-        return int(space.kind[at]), int(space.cores[at]), int(space.memory[at]), int(space.disk[at]), *gpus
-
-    def _renew(self, at: Ints) -> None:
-        assert self.numbers is not None
-        space = self.space
-        parts = (space.kind[at], space.cores[at], space.memory[at], space.disk[at], np.sort(space.gpu[at], axis=1))
-        rows = np.column_stack(parts).tolist()
-        self.numbers[at] = [self.states.number(tuple(row)) for row in rows]

@@ -20,20 +20,20 @@ def explain_room(draft: Draft, job: Queued, zone: frozenset[str], kept_for: str)
     """What it needs, how much of that has room, and what is short."""
     need = draft.needs[job.id]
     row = draft.free.row(need, zone)
-    fits = int(row.counts.sum())
+    fits = row.total
     wants = f"{job.min_workers} workers with {describe(job)} each" if job.min_workers > 1 else describe(job)
     if fits >= job.min_workers:
         return f"{KEPT}{kept_for}, which has waited longest" if kept_for else "it starts next"
     has = f", room for {fits} now" if job.min_workers > 1 else ""
-    return f"{NEEDS}{wants}{has}: {_short_of(draft, need, zone, fits)}"
+    return f"{NEEDS}{wants}{has}: {short_of(draft, need, zone)}"
 
 
-def _short_of(draft: Draft, need: Need, zone: frozenset[str], fits: int) -> str:
+def short_of(draft: Draft, need: Need, zone: frozenset[str]) -> str:
     """The resource without which more workers would have room; where several are short, that is said."""
-    space = draft.free.space
     mask = draft.free.mask(need.kinds, zone)
     if not mask.any():
         return "all nodes it may use are being drained"
+    fits = draft.free.row(need, zone).total
     short = []
     for name, word in WORDS.items():
         less = Need(
@@ -44,7 +44,7 @@ def _short_of(draft: Draft, need: Need, zone: frozenset[str], fits: int) -> str:
             0 if name == "gpu" else need.share,
             need.kinds,
         )
-        if less != need and int(space.counts(less, slice(None))[mask].sum()) > fits:
+        if less != need and draft.free.row(less, zone).total > fits:
             short.append(word)
     if not short:
         return "several resources are in use at once"
@@ -75,10 +75,10 @@ def estimate_starts(draft: Draft, waiting: Sequence[Queued]) -> dict[str, float]
     pools: dict[tuple[str, bool], list[tuple[float, int]]] = {}
     free: dict[tuple[str, bool], int] = {}
     space = draft.free.space
-    for node, cores, gpus in zip(space.nodes, space.cores.tolist(), space.gpu_sum.tolist(), strict=True):
+    for node, cores, gpus in zip(space.nodes, space.cores, space.gpu, strict=True):
         if not node.is_draining:
             free[node.partition, False] = free.get((node.partition, False), 0) + cores
-            free[node.partition, True] = free.get((node.partition, True), 0) + gpus
+            free[node.partition, True] = free.get((node.partition, True), 0) + sum(gpus)
     for name, held in draft.held.items():
         job, need = draft.jobs[name], draft.needs[name]
         kinds = {space.nodes[at].kind for at in held}

@@ -44,6 +44,8 @@ class Promise:
 Promises = Mapping[int, Promise]
 _NO_PROMISES: Promises = MappingProxyType({})
 
+_ANYBODY = Queued(id="")
+
 USUAL_STOP_SECONDS = 5.0
 """What stopping a job and going on with it costs, until that was measured."""
 
@@ -83,7 +85,8 @@ def queued(job: Job, blocked_by: str, now: float, most: int | None = None) -> Qu
     asked = job.asked
     allocation, devices = held_by(job)
     since = max(0.0, now - job.accrued_at) if job.is_active else 0.0
-    return Queued(
+    # For thousands of jobs the usual way to make one takes as long as a decision about them.
+    return _ANYBODY.having(
         id=str(job.number),
         ask=needs_of(job),
         min_workers=job.min_workers,
@@ -98,7 +101,7 @@ def queued(job: Job, blocked_by: str, now: float, most: int | None = None) -> Qu
         allocation=allocation,
         devices=devices,
         changed_at=job.changed_at,
-        service_seconds=job.service_seconds + since * job.size,
+        service_seconds=job.service_seconds + (since * job.size if since else 0.0),
         run_seconds=job.run_seconds + since,
         kind_seconds=kind_seconds_at(job, now),
         needs=frozenset(asked.data),
