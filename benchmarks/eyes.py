@@ -6,15 +6,15 @@ Beside the step's time, which a busy machine blurs, stand the time that the loop
 processor time of all threads and of processes that a contender has started. Then 2,000 points a second, one a call.
 
 **A Trainer**: the same with a real training of 4 workers, whose loss sleeps 20 ms. *On* is `shoal run` with all that
-it does by itself (metrics, journal, progress, diagnosing, alerts, samples of the machine, early spans), ten numbers
-of the user's own a step, and an exporter (`--to csv`). *Off* are four processes with torchrun's variables that write
-nothing down. They are runs of their own that take turns; warm-up is left out. Stamping who came when cannot be off.
+it does by itself (metrics, journal, progress, diagnosing, alerts, samples of the machine), ten numbers of the user's
+own a step, and an exporter (`--to csv`). *Off* are the same processes, which write nothing down, with launcher and
+exporter stopped. They take turns of two seconds within a run: on, off, off, on and so on. Each on is compared with
+the off beside it, and the median over all pairs counts. Stamping who came when cannot be off.
 """
 
 import contextlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -47,7 +47,7 @@ TAGS = (
     *("time/compute", "time/communicate", "time/wait", "time/load", "time/other"),
 )
 TRAINING = str(Path(__file__).parent / "watched" / "train.py")
-TRAINING_STEPS, WARM_STEPS = 400, 30
+WARM_STEPS, TURNS, TURN_STEPS = 60, 12, 80
 TRAINING_SECONDS = 300.0
 OWN = tuple(f"own/{number}" for number in range(10))
 
@@ -181,8 +181,10 @@ def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
     say("eyes: a Trainer")
     trained = measure_training(rounds, is_quick)
     costs = {
-        name: summarize([100 * (on / off - 1) for on, off in zip(each["on"], each["off"], strict=True)])
-        for name, each in trained.items()
+        what: summarize(
+            [100 * (on / off - 1) for on, off in zip(trained[what]["on"], trained[what]["off"], strict=True)]
+        )
+        for what in ("median", "mean")
     }
     names = list(results[0]["steps"])
     steps = {name: _over_workers(results, "steps", name) for name in names}
@@ -214,6 +216,9 @@ def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
                     "what": way,
                     "median, ms": summarize([1e3 * value for value in trained["median"][way]]),
                     "mean, ms": summarize([1e3 * value for value in trained["mean"][way]]),
+                    "processor of all its processes, ms": summarize(
+                        [1e3 * value for value in trained["processor"][way]]
+                    ),
                 }
                 for way in ("on", "off")
             ],
@@ -255,59 +260,36 @@ def main(rounds: int, is_quick: bool = False) -> dict[str, Any]:
 
 
 def measure_training(rounds: int, is_quick: bool) -> dict[str, dict[str, list[float]]]:
-    """What a step of a Trainer takes, the mean over workers: median and mean -> on and off -> one a round."""
-    found: dict[str, dict[str, list[float]]] = {what: {"on": [], "off": []} for what in ("median", "mean")}
-    for number in range(rounds):
-        for way in ("on", "off")[:: 1 if number % 2 else -1]:
-            for what, seconds in train(way, WARM_STEPS + (10 if is_quick else TRAINING_STEPS)).items():
-                found[what][way].append(seconds)
+    """A step of a Trainer: what is measured of it -> on and off -> one a turn; a pair has the same place in both."""
+    found: dict[str, dict[str, list[float]]] = {
+        what: {"on": [], "off": []} for what in ("median", "mean", "processor")
+    }
+    for _ in range(rounds):
+        for turn in train(2 if is_quick else TURNS, 3 if is_quick else TURN_STEPS):
+            for what, values in found.items():
+                values[turn["way"]].append(turn[what])
     return found
 
 
-def train(way: str, num_steps: int) -> dict[str, float]:
-    """One run of four workers."""
+def train(num_turns: int, num_steps: int) -> list[dict[str, Any]]:
+    """One run of four workers, turn by turn: seconds a step, the mean over workers, and processor seconds of all."""
     with tempfile.TemporaryDirectory() as folder:
-        env = {**os.environ, "SHOAL_HOME": f"{folder}/home", "OMP_NUM_THREADS": "1", "WATCHED": way}
-        words = [TRAINING, folder, str(num_steps)]
-        if way == "on":
-            options = ["-n", str(NUM_WORKERS), "--threads", "1", "--to", "csv", "--log-dir", f"{folder}/run"]
-            commands = [[sys.executable, "-m", "shoal", "run", *options, *words]]
-            envs = [env]
-        else:
-            port = _free_port()
-            commands = [[sys.executable, *words]] * NUM_WORKERS
-            envs = [env | _place_of(rank, port) for rank in range(NUM_WORKERS)]
+        env = {**os.environ, "SHOAL_HOME": f"{folder}/home", "OMP_NUM_THREADS": "1"}
+        options = ["-n", str(NUM_WORKERS), "--threads", "1", "--to", "csv", "--log-dir", f"{folder}/run"]
+        script = [TRAINING, folder, *map(str, (WARM_STEPS, num_turns, num_steps))]
+        command = [sys.executable, "-m", "shoal", "run", *options, *script]
         quiet = subprocess.DEVNULL
-        started = [
-            subprocess.Popen(command, env=each, stdin=quiet, stdout=quiet)
-            for command, each in zip(commands, envs, strict=True)
-        ]
-        try:
-            codes = [process.wait(TRAINING_SECONDS) for process in started]
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
-        if any(codes):
-            raise RuntimeError(f"the training with everything {way} ended with {codes}")
-        times = [json.loads(Path(folder, f"{rank}.json").read_text())[WARM_STEPS:] for rank in range(NUM_WORKERS)]
-    return {
-        "median": statistics.mean(statistics.median(each) for each in times),
-        "mean": statistics.mean(statistics.mean(each) for each in times),
-    }
-
-
-def _place_of(rank: int, port: str) -> dict[str, str]:
-    """What torchrun tells a worker."""
-    size, number = str(NUM_WORKERS), str(rank)
-    here = {"LOCAL_RANK": number, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0"}
-    return {"RANK": number, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **here}
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+        subprocess.run(command, env=env, stdin=quiet, stdout=quiet, timeout=TRAINING_SECONDS, check=True)
+        ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(NUM_WORKERS)]
+    return [
+        {
+            "way": turns[0]["way"],
+            "median": statistics.mean(statistics.median(turn["seconds"]) for turn in turns),
+            "mean": statistics.mean(statistics.mean(turn["seconds"]) for turn in turns),
+            "processor": sum(turn["processor"] for turn in turns),
+        }
+        for turns in zip(*ranks, strict=True)
+    ]
 
 
 def _over_workers(results: list[dict[str, Any]], what: str, name: str) -> list[float]:

@@ -93,6 +93,28 @@ class TestStraggler:
         found = find_straggler(rows, shares={1: {8: 0.03, 16: before}})
         assert (found is not None) == is_slow
 
+    def test_what_it_took_with_most_before_it_fell_ill_does_not_clear_a_rank(self):
+        # Well with 20 samples, ill with 16, and now it has 8: it takes as long as it once took with 20.
+        rows = rows_of(2, 40, lambda rank, made: made._replace(num_samples=8) if rank else made)
+        found = find_straggler(rows, shares={1: {20: 0.0375, 16: 0.06, 8: 0.03}})
+        assert found is not None
+        assert found.rank == 1
+
+    @pytest.mark.parametrize(("is_ill", "least", "most"), [(True, 36, 40), (False, 0, 0)])
+    def test_a_copy_among_three_whose_steps_vary_by_chance(self, is_ill, least, most):
+        def is_found(seed: int) -> bool:
+            chance = Random(seed)
+
+            def change(rank: int, made: StepRow) -> StepRow:
+                factor = 2 if is_ill and rank == 2 and made.step >= 40 else 1
+                late = {"between": 0.09} if rank != 2 and made.step >= 40 else {}  # nobody waits for it
+                return made._replace(compute=0.083 * factor + chance.expovariate(1 / 0.015), **late)
+
+            found = find_straggler(rows_of(3, 64, change))
+            return found is not None and (found.rank, found.part) == (2, "compute")
+
+        assert least <= sum(map(is_found, range(40))) <= most
+
     def test_machines_that_are_known_to_differ_are_not_blamed_for_it(self):
         rows = rows_of(2, 40, lambda rank, made: made._replace(num_samples=8) if rank else made)
         assert find_straggler(rows, are_alike=False) is None

@@ -3,6 +3,7 @@
 Read where the worker runs, a few times a second, from files that cost some ten microseconds each.
 """
 
+import functools
 import os
 import resource
 import socket
@@ -17,6 +18,7 @@ LINKS_SECONDS = 0.5
 MIN_LINK_BYTES = 1 << 16
 """Connections that have moved less say nothing about a link: they are for meeting, not for gradients."""
 _TCP_INFO_BYTES = 232
+_SMALL_BYTES = 1 << 14
 _ESTABLISHED = 1
 
 
@@ -69,7 +71,7 @@ class Gauge:
 
     def read(self, now: float) -> dict[str, Any]:
         """What a `progress` event says of it; `read_strain` reads that."""
-        counts = _Counts(now, *_usage(), major_faults=_faults())
+        counts = _count(now)
         before, self._last = self._last or counts, counts
         told: dict[str, Any] = {
             "seconds": round(counts.time - before.time, 4),
@@ -124,34 +126,38 @@ def read_strain(told: Any) -> Strain:
     )
 
 
-def _usage() -> tuple[float, float, float]:
-    """Seconds: computed by all threads, waited for a core by this one, held back by the quota of a control group."""
+def _count(now: float) -> _Counts:
     used = resource.getrusage(resource.RUSAGE_SELF)
     waited = _read("/proc/thread-self/schedstat").split()
-    delay = int(waited[1]) / 1e9 if len(waited) > 1 else 0.0
-    return used.ru_utime + used.ru_stime, delay, _throttled()
-
-
-def _faults() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+    return _Counts(
+        now,
+        cpu=used.ru_utime + used.ru_stime,
+        run_delay=int(waited[1]) / 1e9 if len(waited) > 1 else 0.0,
+        throttled=_throttled(),
+        major_faults=used.ru_majflt,
+    )
 
 
 def _throttled() -> float:
     """Of the innermost group that counts it: seconds that any of its threads was held back."""
-    for folder in _cpu_groups():
+    for folder in _cpu_groups(_read("/proc/self/cgroup")):
         if (seconds := throttled_seconds(_read(f"{folder}/cpu.stat"))) is not None:
             return seconds
     return 0.0
 
 
-def _cpu_groups() -> Iterator[str]:
-    for line in _read("/proc/self/cgroup").splitlines():
+@functools.lru_cache(maxsize=4)
+def _cpu_groups(text: str) -> tuple[str, ...]:
+    """Where the groups of /proc/self/cgroup are. A process seldom changes them."""
+    found: list[str] = []
+    for line in text.splitlines():
         _, _, rest = line.partition(":")
         names, _, path = rest.partition(":")
         if "cpu" in names.split(","):
-            yield from (f"/sys/fs/cgroup/{mount}{path.rstrip('/')}" for mount in dict.fromkeys((names, "cpu")))
+            found += (f"/sys/fs/cgroup/{mount}{path.rstrip('/')}" for mount in dict.fromkeys((names, "cpu")))
         elif not names:
-            yield from (f"/sys/fs/cgroup/{mount}{path.rstrip('/')}" for mount in ("", "unified"))
+            found += (f"/sys/fs/cgroup/{mount}{path.rstrip('/')}" for mount in ("", "unified"))
+    return tuple(found)
 
 
 def _connections() -> Iterator[tuple[int, Link]]:
@@ -189,8 +195,14 @@ def _read_info(to: str, info: bytes) -> Link | None:
 
 
 def _read(path: str) -> str:
+    """A small file, without what `open` does for large ones: that takes longer than the kernel."""
     try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return file.read()
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return ""
+    try:
+        return os.read(fd, _SMALL_BYTES).decode("ascii", "replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(fd)

@@ -83,7 +83,8 @@ StateOf = Callable[[int, float], str]
 
 
 def _usual_by_share(heard: Heard) -> dict[int, float]:
-    """How long it computed when it last had so many samples. The first steps pay for what happens once."""
+    """How long it computed when it last had so many samples, in the order of last times. The first steps pay for what
+    happens once."""
     return {number: median([*last]) for number, last in heard.shares.items() if len(last) == FEW_STEPS}
 
 
@@ -136,8 +137,10 @@ class Live:
         heard.equipment = str(event.data.get("equipment") or "")
         for row in read_rows(event.data.get("window")):
             heard.rows[row.step] = row
-            if row.num_samples in heard.shares or len(heard.shares) < MAX_SHARES:
-                heard.shares.setdefault(row.num_samples, deque(maxlen=FEW_STEPS)).append(row.compute)
+            last = heard.shares.pop(row.num_samples, None)
+            if last is not None or len(heard.shares) < MAX_SHARES:
+                heard.shares[row.num_samples] = last or deque(maxlen=FEW_STEPS)
+                heard.shares[row.num_samples].append(row.compute)
         for step in sorted(heard.rows)[:-KEPT_STEPS]:
             del heard.rows[step]
         strain = read_strain(event.data.get("strain"))

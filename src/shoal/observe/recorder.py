@@ -63,16 +63,17 @@ class Recorder:
         self._metrics = MetricsWriter(run_dir, rank, self._report) if run_dir else None
         self._pace = Pace(clock())
         self._window, self._gauge, self._equipment = Window(), Gauge(), ""
+        self._fresh: list[tuple[StepMetrics, float]] = []
         self._num_steps: int | None = None
         self._enter(world_size, is_lead=rank == 0)
         self._published = -math.inf
-        self._has_news = False
         atexit.register(self.close)
 
     def enter(self, generation: int, world_size: int, *, is_lead: bool) -> None:
         """The World is another now; the lead tells of its progress most often."""
         self.generation, self.world_size = generation, world_size
         self._enter(world_size, is_lead=is_lead)
+        self._sum_up()
         self._window = Window()
 
     def _enter(self, world_size: int, *, is_lead: bool) -> None:
@@ -97,10 +98,8 @@ class Recorder:
         if self._metrics:
             self._metrics.write(metrics)
         now = self._clock()
-        self._pace.add(metrics, now)
-        self._window.add(metrics, now)
+        self._fresh.append((metrics, now))  # what follows from it waits until it is told: each step pays for this
         self._num_steps = num_steps
-        self._has_news = True
         if now >= self._published + self._progress_every:
             self._publish(now)
 
@@ -115,7 +114,7 @@ class Recorder:
         if os.getpid() != self._pid:
             return  # a forked child: all of this is its parent's
         self._pid = -1
-        if self._has_news:
+        if self._fresh:
             self._publish(self._clock())
         if self._is_console_ours:
             release_streams()
@@ -131,7 +130,7 @@ class Recorder:
 
     def _publish(self, now: float) -> None:
         self._published = now
-        self._has_news = False
+        self._sum_up()
         if not self._control and not self._console:
             return
         data = self._pace.summarize(now, self._num_steps, self.world_size)
@@ -143,6 +142,12 @@ class Recorder:
             self._control.offer(event)
         elif self._console:
             self._console.progress(event)
+
+    def _sum_up(self) -> None:
+        for metrics, ended in self._fresh:
+            self._pace.add(metrics, ended)
+            self._window.add(metrics, ended)
+        self._fresh.clear()
 
     def _make(self, kind: str, step: int | None, data: dict[str, Any]) -> Event:
         return Event(kind=kind, time=time.time(), rank=self.rank, step=step, generation=self.generation, data=data)

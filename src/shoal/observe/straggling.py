@@ -35,8 +35,8 @@ THROTTLED, MUCH_DELAY, FAULTS_PER_SECOND = 0.05, 0.3, 20.0
 
 Rows = Mapping[int, Mapping[int, StepRow]]
 """rank -> step -> what it took."""
-Shares = Mapping[int, Mapping[int, float]]
-"""rank -> number of samples it once had in a step -> the seconds it computed then."""
+Shares = Mapping[int, dict[int, float]]
+"""rank -> number of samples it once had in a step -> the seconds it computed then; the newest come last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +87,12 @@ def _took_less(mine: Mapping[int, StepRow], steps: Sequence[int], before: Sequen
     return len(then) >= MIN_ALIKE and median([mine[step].compute for step in steps]) >= SHIFT * median(then)
 
 
-def _is_by_samples(mine: Mapping[int, StepRow], steps: Sequence[int], once: Mapping[int, float]) -> bool:
+def _is_by_samples(mine: Mapping[int, StepRow], steps: Sequence[int], once: dict[int, float]) -> bool:
     """Whether what a rank computes takes longer the more samples it has, as far as it has had more."""
     samples = median([float(mine[step].num_samples) for step in steps])
     seconds = median([mine[step].compute for step in steps])
-    more = max((number for number in once if number >= OTHER_SHARE * samples), default=0)
+    # The newest: what it took with still more may have been while it was well.
+    more = next((number for number in reversed(once) if number >= OTHER_SHARE * samples), 0)
     if not more or not samples or seconds <= 0 or once[more] <= 0:
         return True
     return log(once[more] / seconds) >= LEAST_POWER * log(more / samples)
@@ -135,7 +136,9 @@ def _rate(row: StepRow) -> float:
 
 
 def _ratio(rows: Rows, rank: int, step: int) -> float:
-    mine, theirs = _against(rows, rank, step, _rate)
+    """Against the middle of the others: of two their mean, for the slower one would hide a rank where steps vary."""
+    mine, others = _rate(rows[rank][step]), sorted(_rate(rows[other][step]) for other in rows if other != rank)
+    theirs = (others[len(others) // 2] + others[(len(others) - 1) // 2]) / 2
     return mine / theirs if theirs > 0 and mine > 0 else 1.0
 
 
@@ -145,6 +148,8 @@ def _slowed_down(
     ratios = {rank: [_ratio(rows, rank, step) for step in steps] for rank in rows}
     rank = max(ratios, key=lambda each: median(ratios[each]))
     mine = ratios[rank]
+    if median(mine) < SHIFT:
+        return None  # as nearly always, and soon found
     rate = median([_rate(rows[rank][step]) for step in steps])
     compute = median([rows[rank][step].compute for step in steps])
     if compute < MIN_EXCESS_SECONDS:
