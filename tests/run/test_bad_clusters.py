@@ -58,6 +58,11 @@ def other_python(box: Box) -> None:
     mpirun_without_mpi(box, f"{AGENT}; agent.versions = lambda known=agent.versions: dict(known(), python='3.9')")
 
 
+def gone_cluster(box: Box) -> None:
+    """What a shell still has of a cluster that has ended."""
+    box.env["RAY_ADDRESS"] = "127.0.0.1:1"
+
+
 def plain_agents(box: Box) -> None:
     mpirun_without_mpi(box, AGENT)
 
@@ -73,6 +78,12 @@ MISTAKES = {
     "no ray there": (
         nothing,
         "--engine ray --address 127.0.0.1:1",
+        "There is no Ray cluster at 127.0.0.1:1 for us.",
+        "start one with `shoal up --cluster`",
+    ),
+    "no ray any more": (
+        gone_cluster,
+        "--engine ray",
         "There is no Ray cluster at 127.0.0.1:1 for us.",
         "start one with `shoal up --cluster`",
     ),
@@ -112,7 +123,7 @@ def lacks(engine: str) -> bool:
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_told_soon(box: Box, name: str) -> None:
     prepare, args, error, do = MISTAKES[name]
-    if name in ("no ray there", "no spark there") and lacks(name.split()[1]):
+    if name in ("no ray there", "no ray any more", "no spark there") and lacks(name.split()[1]):
         pytest.skip(f"{LACKS} {name.split()[1]}")
     box.write("train.py", "print('never')")
     prepare(box)

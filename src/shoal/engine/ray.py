@@ -154,10 +154,13 @@ def import_ray() -> Any:
 
 
 def _connect(ray: Any, address: str | None, more: Mapping[str, str]) -> None:
-    if address is not None and address not in ("local", "auto"):
-        probe(address, greeting=GRPC)
     try:
-        ray.init(address or "auto", log_to_driver=False, logging_level="ERROR", namespace="shoal", **more)
+        # As Ray finds it: by RAY_ADDRESS, or by what was started here last. Either may be gone, or be others' alone.
+        if address in (None, "auto"):
+            address = ray._private.services.get_ray_address_from_environment("auto", None)
+        if address is not None and address != "local":
+            probe(address, greeting=GRPC)
+        ray.init(address, log_to_driver=False, logging_level="ERROR", namespace="shoal", **more)
     except ConnectionError as error:
         raise no_cluster(address, str(error)) from error
     except (RuntimeError, ValueError) as error:
