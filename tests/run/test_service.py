@@ -178,12 +178,20 @@ def test_jobs_that_cannot_be_are_refused_at_once(client: Client, fields: dict[st
     assert client.health()["problems"] == {}
 
 
-@pytest.mark.parametrize("number", ["../../etc", "%2e%2e%2f1", "1 OR 1=1", "job-1/../2", "0", "-1", "9" * 30])
-def test_hostile_ids_name_nothing(client: Client, number: str):
-    with pytest.raises(UserError):
-        client.job(number)
-    with pytest.raises(UserError):
-        client.cancel(number)
+@pytest.mark.parametrize(
+    "id", ["../../etc", "%2e%2e%2f1", "1 OR 1=1", "job-1/../2", "0", "-1", "9" * 30, "\0", "\u202e", ".", "a/tokens"]
+)
+def test_hostile_ids_name_nothing(client: Client, id: str):
+    for ask_for, told in (
+        (lambda: client.job(id), "is not the number of a job|There is no job"),
+        (lambda: client.cancel(id), "is not the number of a job|There is no job|is not a range"),
+        (lambda: client.drain(id), "There is no node"),
+        (lambda: client.put_person(f"/{id}"), "cannot be the name of a person"),
+        (lambda: client.give_token(f"/{id}"), "cannot be the name of a person"),
+        (lambda: client.revoke_token(id), "There is no token"),
+    ):
+        with pytest.raises(UserError, match=told):
+            ask_for()
 
 
 def ask(method: str, path: str, headers: dict[str, str], body: bytes | None = None) -> tuple[int, dict[str, object]]:
