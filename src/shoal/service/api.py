@@ -42,17 +42,18 @@ class Api:
         self.door = door
 
     def app(self) -> ASGIApp:
+        # An id may be anything, also with slashes: it is looked up, and told to be none.
         routes = [
             Route("/api/jobs", self.submit, methods=["POST"]),
             Route("/api/jobs", self.change_jobs, methods=["PATCH"]),
-            Route("/api/jobs/{number}", self.show_job),
+            Route("/api/jobs/{number:path}", self.show_job),
             Route("/api/queue", self.show_queue),
             Route("/api/nodes", self.show_nodes),
-            Route("/api/nodes/{node}", self.change_node, methods=["PATCH"]),
+            Route("/api/nodes/{node:path}", self.change_node, methods=["PATCH"]),
             Route("/api/people", self.show_people),
-            Route("/api/people/{name}", self.change_person, methods=["PUT", "DELETE"]),
-            Route("/api/people/{name}/tokens", self.give_token, methods=["POST"]),
-            Route("/api/tokens/{id}", self.revoke_token, methods=["DELETE"]),
+            Route("/api/people/{name:path}/tokens", self.give_token, methods=["POST"]),
+            Route("/api/people/{name:path}", self.change_person, methods=["PUT", "DELETE"]),
+            Route("/api/tokens/{id:path}", self.revoke_token, methods=["DELETE"]),
             Route("/api/share", self.show_shares),
             Route("/api/audit", self.show_audit),
             Route("/api/me", self.show_me),

@@ -81,7 +81,7 @@ def parse_settings(text: str, path: str, policies: Callable[[], Mapping[str, obj
     table = _Table(parse_toml(text, path), path, "")
     policy = table.text("policy", "fifo")
     if policy != "fifo" and policy not in policies():
-        raise unknown(policy, "policy", policies(), f"use one of: {', '.join(policies())}")
+        raise unknown(policy, f"policy for {path}:", policies(), f"use one of: {', '.join(policies())}")
     found = Settings(
         policy=policy,
         round_seconds=table.duration("round", 60.0),
@@ -105,7 +105,7 @@ def _partition(name: str, table: "_Table") -> Partition:
     classes = table.texts("classes", CLASSES)
     for each in classes:
         if each not in CLASSES:
-            raise unknown(each, "class", CLASSES, f"use some of: {', '.join(CLASSES)}")
+            raise unknown(each, f"class for partitions.{name}:", CLASSES, f"use some of: {', '.join(CLASSES)}")
     found = Partition(
         name=name,
         lends=table.flag("lends", True),
@@ -234,7 +234,7 @@ class _Table:
 
     def duration(self, name: str, default: float) -> float:
         value = self._get(name, (int, float, str), 'a duration such as "2h"', default)
-        return parse_duration(str(value), f"a duration ({self._place}{name})")
+        return parse_duration(str(value), f"a duration for {self._place}{name} of {self._path}")
 
     def texts(self, name: str, default: tuple[str, ...]) -> tuple[str, ...]:
         value = self._get(name, (list,), "a list of texts", default)

@@ -121,6 +121,9 @@ def test_settings_say_in_which_line_they_are_wrong():
     assert "service.toml:2:9" in caught.value.where
     with pytest.raises(UserError, match="polcy"):
         parse_settings('polcy = "fifo"', "service.toml", dict)
+    for text in ('policy = "fare"', 'grace = "x"', '[partitions.gpu]\nclasses = ["servng"]'):
+        with pytest.raises(UserError, match=r"service.toml|partitions\.gpu"):
+            parse_settings(text, "service.toml", lambda: {"fair": 1})
     found = parse_settings("[partitions.gpu]\nmax_workers_per_user = 4\n[shares]\nlab = 2\n", "service.toml", dict)
     assert (found.partition_names, found.shares) == (["default", "gpu"], {"lab": 2.0})
 

@@ -182,7 +182,10 @@ def test_tables_give_way_where_they_are_widest():
 def test_every_route_is_described_and_nothing_else():
     app = Api(None, None).app()  # type: ignore[arg-type] - routes need neither
     routes = {
-        (route.path, method.lower()) for route in app._app.routes for method in route.methods if method != "HEAD"
+        (route.path.replace(":path", ""), method.lower())
+        for route in app._app.routes
+        for method in route.methods
+        if method != "HEAD"
     }
     described = describe()
     assert routes == {(path, method) for path, calls in described["paths"].items() for method in calls}
