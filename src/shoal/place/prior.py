@@ -35,7 +35,8 @@ FIRST_THOUGHTS: Mapping[str, tuple[float, float]] = {
     "link_sync": (1.4, 0.7),
     "link_growth": (-1.0, 0.7),
     "overlap": (-1.5, 1.0),
-    "pair": (0.0, 0.5),
+    "pair": (0.0, 0.3),
+    "pair_growth": (0.0, 0.5),
 }
 """Mean and standard deviation of each term or ratio where no job was seen yet. Samples are counted in batches that
 fit a worker, so `grad_per_sample` is the logarithm of the seconds of one such batch."""
