@@ -2,7 +2,7 @@
 
 A step computes gradients, then agrees on their sum, and part of the agreeing hides behind the computing:
 
-    T_grad = a + b * micro_batch                     on the first kind of node; other kinds by a learned factor
+    T_grad = a + b * micro_batch ** e                on the first kind of node; other kinds by a learned factor
     T_sync = 0 for one worker, else c + d * log2(workers / 2), with other c and d on one node, on two and on more
     T_step = accumulation * T_grad + (T_grad ** g + T_sync ** g) ** (1 / g)         1 <= g <= 10
 
@@ -10,7 +10,7 @@ That is Pollux's model (OSDI'21) with log2 of the workers in place of their numb
 well and does not run away where a job that was seen on 4 workers is thought of on 64. Two nodes have terms of their
 own because only one pair of machines talks there; what they are, as factors of those on more nodes, is `pair`s.
 
-All nine are kept as logarithms (g: its logit between 1 and 10), and what is known of them before a step was taken
+All are kept as logarithms (g: its logit between 1 and 10; e as it is), and what is known of them before a step was taken
 is a `Gaussian`. The fit is the most probable point given it and the observations: a least-squares problem in
 logarithms, solved by Levenberg and Marquardt's method with the analytic Jacobian, in milliseconds and without scipy.
 The same Jacobian tells how certain the fit is. Terms that no observation touches stay where the prior has them.
@@ -38,9 +38,10 @@ TERMS = (
     "overlap",
     "pair",
     "pair_growth",
+    "exponent",
 )
-"""The terms of the model, as logarithms of seconds; `overlap` is the logit of (g - 1) / 9, and the last two are
-logarithms of factors: what `link_sync` and `link_growth` are multiplied by on exactly two nodes."""
+"""The terms of the model, as logarithms of seconds; `overlap` is the logit of (g - 1) / 9, and the pairs are
+logarithms of factors: what `link_sync` and `link_growth` are multiplied by on exactly two nodes. `exponent` is itself."""
 
 NUM_TERMS = len(TERMS)
 NOISE = 0.09
@@ -84,7 +85,7 @@ class Design:
 
 
 def names_of(kinds: Sequence[str]) -> tuple[str, ...]:
-    """The terms of a job on these kinds of nodes: nine for the first kind, then two factors for each other one."""
+    """The terms of a job on these kinds of nodes: ten for the first kind, then two factors for each other one."""
     return TERMS + tuple(f"{part}@{kind}" for kind in kinds[1:] for part in ("grad", "sync"))
 
 
@@ -93,8 +94,10 @@ def unknown(kinds: Sequence[str]) -> Gaussian:
 
     Optimistic on purpose: a job is tried on more workers before it is believed that they slow it down.
     """
-    mean = np.array([-2.0, -5.0, -16.0, -16.0, -16.0, -16.0, -1.0, 0.0, 0.0] + [0.0, 0.0] * (len(kinds) - 1))
-    spread = np.array([4.0, 4.0, 8.0, 8.0, 8.0, 8.0, 1.5, 0.5, 0.5] + [KIND_SPREAD, KIND_SPREAD] * (len(kinds) - 1))
+    mean = np.array([-2.0, -5.0, -16.0, -16.0, -16.0, -16.0, -1.0, 0.0, 0.0, 1.0] + [0.0, 0.0] * (len(kinds) - 1))
+    spread = np.array(
+        [4.0, 4.0, 8.0, 8.0, 8.0, 8.0, 1.5, 0.5, 0.5, 0.15] + [KIND_SPREAD, KIND_SPREAD] * (len(kinds) - 1)
+    )
     return Gaussian(names=names_of(kinds), mean=mean, covariance=np.diag(spread**2))
 
 
@@ -115,7 +118,7 @@ def predict(z: Floats, design: Design) -> Times:
     """How long everything takes, over any leading axes of `z`, whose last axis are the terms."""
     term = [z[..., i, None] for i in range(NUM_TERMS)]
     is_kind = design.kind[:, None] == np.arange(1, (z.shape[-1] - NUM_TERMS) // 2 + 1)
-    grad = np.logaddexp(term[0], term[1] + np.log(design.micro_batch))
+    grad = np.logaddexp(term[0], term[1] + term[9] * np.log(design.micro_batch))
     share_fixed = np.exp(term[0] - grad)
 
     is_one_node, is_pair = design.nodes <= 1, design.nodes == 2
@@ -145,6 +148,7 @@ def slopes_of(times: Times, design: Design, num_terms: int) -> tuple[Floats, Flo
 
     grad = np.zeros((*times.grad.shape, num_terms))
     grad[..., 0], grad[..., 1] = times.share_fixed, 1 - times.share_fixed
+    grad[..., 9] = grad[..., 1] * np.log(design.micro_batch)
     grad[..., NUM_TERMS::2] = times.is_kind
     step = grad * by_grad[..., None]
     step[..., 2] = by_sync * times.share_base * is_one_node
@@ -223,7 +227,9 @@ class Throughput:
         """The terms as people read them: seconds, and the exponent of the overlap."""
         mean = dict(zip(self.belief.names, self.belief.mean, strict=True))
         overlap = 1 + 9 / (1 + float(np.exp(-mean.pop("overlap"))))
-        return {name: float(np.exp(value)) for name, value in mean.items()} | {"overlap": overlap}
+        exponent = float(mean.pop("exponent"))
+        seconds = {name: float(np.exp(value)) for name, value in mean.items()}
+        return seconds | {"overlap": overlap, "exponent": exponent}
 
 
 def fit(
@@ -314,7 +320,7 @@ def start_points(prior: Gaussian, design: Design, log_seen: Floats) -> Floats:
     z[:, 6] = STARTS
     typical = float(np.median(log_seen))
     z[:, 0] = np.maximum(z[:, 0], typical - 2)
-    z[:, 1] = np.maximum(z[:, 1], typical - 1 - float(np.median(np.log(design.micro_batch))))
+    z[:, 1] = np.maximum(z[:, 1], typical - 1 - z[:, 9] * float(np.median(np.log(design.micro_batch))))
     for is_here, first in ((design.nodes <= 1, 2), (design.nodes > 1, 4)):
         workers = design.workers[is_here]
         if np.any(workers > 1):
