@@ -34,7 +34,7 @@ def job(speed: float, kind: str = "", sizes=SIZES) -> tuple[Observation, ...]:
 
 def test_slopes_are_those_of_differences():
     rng = np.random.default_rng(0)
-    z = rng.normal(size=(3, 12))
+    z = rng.normal(size=(3, 14))
     design = Design(
         np.array([0, 1, 2, 0, 1, 2]),
         np.array([1.0, 1, 2, 2, 3, 4]),
@@ -42,9 +42,9 @@ def test_slopes_are_those_of_differences():
         rng.uniform(1, 9, 6),
         np.array([0.0, 2, 0, 1, 0, 3]),
     )
-    grad, step = slopes_of(predict(z, design), design, 12)
-    for i in range(12):
-        shift = np.eye(12)[i] * 1e-6
+    grad, step = slopes_of(predict(z, design), design, 14)
+    for i in range(14):
+        shift = np.eye(14)[i] * 1e-6
         high, low = predict(z + shift, design), predict(z - shift, design)
         assert (high.grad - low.grad) / 2e-6 == pytest.approx(grad[..., i], abs=1e-6)
         assert (high.step - low.step) / 2e-6 == pytest.approx(step[..., i], abs=1e-6)

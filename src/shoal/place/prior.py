@@ -35,7 +35,9 @@ FIRST_THOUGHTS: Mapping[str, tuple[float, float]] = {
     "link_sync": (1.4, 0.7),
     "link_growth": (-1.0, 0.7),
     "overlap": (-1.5, 1.0),
-    "pair": (0.0, 0.5),
+    "pair": (0.0, 0.3),
+    "pair_growth": (0.0, 0.5),
+    "exponent": (1.0, 0.15),
 }
 """Mean and standard deviation of each term or ratio where no job was seen yet. Samples are counted in batches that
 fit a worker, so `grad_per_sample` is the logarithm of the seconds of one such batch."""
@@ -100,10 +102,8 @@ class Prior:
         row = features_of([traits], self.sizes, self.centre)[0]
         mean = row @ self.weights
         covariance = self.between * (1 + float(row @ self.certainty @ row))
-        back = np.linalg.inv(ratios_of(self.kinds))
-        terms = back @ mean
-        terms[1] -= np.log(traits.micro_batch)
-        return Gaussian(names=names_of(self.kinds), mean=terms, covariance=back @ covariance @ back.T)
+        back = np.linalg.inv(ratios_of(self.kinds, traits.micro_batch))
+        return Gaussian(names=names_of(self.kinds), mean=back @ mean, covariance=back @ covariance @ back.T)
 
     def fit(self, traits: Traits, observations: Sequence[Observation] = ()) -> Throughput:
         """The model of a job with these traits after these observations."""
@@ -128,13 +128,15 @@ class Likeness:
         return fit(observations, wider, kinds=self.known.kinds)
 
 
-def ratios_of(kinds: Sequence[str]) -> Floats:
-    """The matrix that turns terms into what is learned."""
+def ratios_of(kinds: Sequence[str], micro_batch: float) -> Floats:
+    """The matrix that turns terms into what is learned of a job whose workers compute so many samples at once."""
     names = names_of(kinds)
-    matrix = np.eye(len(names))
+    matrix, scale = np.eye(len(names)), np.eye(len(names))
     for name, base in RATIOS:
         matrix[names.index(name), names.index(base)] = -1.0
-    return matrix
+    scale[names.index("grad_per_sample"), names.index("exponent")] = np.log(micro_batch)
+    turn: Floats = matrix @ scale
+    return turn
 
 
 def features_of(traits: Sequence[Traits], sizes: Sequence[str], centre: Floats) -> Floats:
@@ -174,13 +176,13 @@ def learn(history: Sequence[PastJob], *, rounds: int = ROUNDS) -> Prior:
     logs = [[np.log(value) for job in history if (value := job.traits.sizes.get(name))] for name in sizes]
     centre = np.array([float(np.mean(values)) for values in logs])
     rows = features_of([job.traits for job in history], sizes, centre)
-    prior, turn = first, ratios_of(kinds)
+    prior = first
     for _ in range(rounds if history else 0):
         means, spreads = [], []
         for job in history:
             belief = prior.fit(job.traits, job.observations).belief
-            shift = np.eye(len(belief.mean))[1] * np.log(job.traits.micro_batch)
-            means.append(turn @ (belief.mean + shift))
+            turn = ratios_of(kinds, job.traits.micro_batch)
+            means.append(turn @ belief.mean)
             spreads.append(turn @ belief.covariance @ turn.T)
         prior = explain(first, rows, np.array(means), np.array(spreads), sizes=sizes, centre=centre)
     return prior

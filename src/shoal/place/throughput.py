@@ -2,15 +2,15 @@
 
 A step computes gradients, then agrees on their sum, and part of the agreeing hides behind the computing:
 
-    T_grad = a + b * micro_batch                     on the first kind of node; other kinds by a learned factor
-    T_sync = 0 for one worker, else c + d * log2(workers / 2), with other c and d on one node than across nodes
-             times a factor on exactly two nodes with more than two workers: Pollux's profiles are slow there
+    T_grad = a + b * micro_batch ** e                on the first kind of node; other kinds by a learned factor
+    T_sync = 0 for one worker, else c + d * log2(workers / 2), with other c and d on one node, on two and on more
     T_step = accumulation * T_grad + (T_grad ** g + T_sync ** g) ** (1 / g)         1 <= g <= 10
 
 That is Pollux's model (OSDI'21) with log2 of the workers in place of their number: it fits the same measurements as
-well and does not run away where a job that was seen on 4 workers is thought of on 64.
+well and does not run away where a job that was seen on 4 workers is thought of on 64. Two nodes have terms of their
+own because only one pair of machines talks there; what they are, as factors of those on more nodes, is `pair`s.
 
-All eight are kept as logarithms (g: its logit between 1 and 10), and what is known of them before a step was taken
+All are kept as logarithms (g: its logit between 1 and 10; e as it is), and what is known of them before a step was taken
 is a `Gaussian`. The fit is the most probable point given it and the observations: a least-squares problem in
 logarithms, solved by Levenberg and Marquardt's method with the analytic Jacobian, in milliseconds and without scipy.
 The same Jacobian tells how certain the fit is. Terms that no observation touches stay where the prior has them.
@@ -28,13 +28,24 @@ from shoal.place.gaussian import Floats, Gaussian, inverse
 
 Ints = NDArray[np.int64]
 
-TERMS = ("grad", "grad_per_sample", "node_sync", "node_growth", "link_sync", "link_growth", "overlap", "pair")
-"""The terms of the model, as logarithms of seconds; `overlap` is the logit of (g - 1) / 9, `pair` that of the factor
-of two nodes."""
+TERMS = (
+    "grad",
+    "grad_per_sample",
+    "node_sync",
+    "node_growth",
+    "link_sync",
+    "link_growth",
+    "overlap",
+    "pair",
+    "pair_growth",
+    "exponent",
+)
+"""The terms of the model, as logarithms of seconds; `overlap` is the logit of (g - 1) / 9, and the pairs are
+logarithms of factors: what `link_sync` and `link_growth` are multiplied by on exactly two nodes. `exponent` is itself."""
 
 NUM_TERMS = len(TERMS)
-NOISE = 0.06
-"""How far a measured step is from a perfect model of its job, as a logarithm: what Pollux's profiles show."""
+NOISE = 0.09
+"""How far a measured step is from the best model of its job, as a logarithm: what Pollux's profiles show."""
 
 KIND_SPREAD = 1.0
 """How much kinds of nodes of which nothing is known may differ in speed, as a logarithm."""
@@ -74,7 +85,7 @@ class Design:
 
 
 def names_of(kinds: Sequence[str]) -> tuple[str, ...]:
-    """The terms of a job on these kinds of nodes: eight for the first kind, then two factors for each other one."""
+    """The terms of a job on these kinds of nodes: ten for the first kind, then two factors for each other one."""
     return TERMS + tuple(f"{part}@{kind}" for kind in kinds[1:] for part in ("grad", "sync"))
 
 
@@ -83,8 +94,10 @@ def unknown(kinds: Sequence[str]) -> Gaussian:
 
     Optimistic on purpose: a job is tried on more workers before it is believed that they slow it down.
     """
-    mean = np.array([-2.0, -5.0, -16.0, -16.0, -16.0, -16.0, -1.0, 0.0] + [0.0, 0.0] * (len(kinds) - 1))
-    spread = np.array([4.0, 4.0, 8.0, 8.0, 8.0, 8.0, 1.5, 0.5] + [KIND_SPREAD, KIND_SPREAD] * (len(kinds) - 1))
+    mean = np.array([-2.0, -5.0, -16.0, -16.0, -16.0, -16.0, -1.0, 0.0, 0.0, 1.0] + [0.0, 0.0] * (len(kinds) - 1))
+    spread = np.array(
+        [4.0, 4.0, 8.0, 8.0, 8.0, 8.0, 1.5, 0.5, 0.5, 0.15] + [KIND_SPREAD, KIND_SPREAD] * (len(kinds) - 1)
+    )
     return Gaussian(names=names_of(kinds), mean=mean, covariance=np.diag(spread**2))
 
 
@@ -105,28 +118,23 @@ def predict(z: Floats, design: Design) -> Times:
     """How long everything takes, over any leading axes of `z`, whose last axis are the terms."""
     term = [z[..., i, None] for i in range(NUM_TERMS)]
     is_kind = design.kind[:, None] == np.arange(1, (z.shape[-1] - NUM_TERMS) // 2 + 1)
-    grad = np.logaddexp(term[0], term[1] + np.log(design.micro_batch))
+    grad = np.logaddexp(term[0], term[1] + term[9] * np.log(design.micro_batch))
     share_fixed = np.exp(term[0] - grad)
 
-    is_one_node = design.nodes <= 1
+    is_one_node, is_pair = design.nodes <= 1, design.nodes == 2
     growth = np.log(np.maximum(np.log2(np.maximum(design.workers, 2) / 2), 1e-12))
-    base, slope = (np.where(is_one_node, term[i], term[i + 2]) for i in (2, 3))
+    base, slope = (np.where(is_one_node, term[i], term[i + 2] + term[i + 5] * is_pair) for i in (2, 3))
     sync = np.logaddexp(base, slope + growth)
     share_base = np.exp(base - sync)
     if is_kind.shape[1]:
         grad = grad + z[..., NUM_TERMS::2] @ is_kind.T
         sync = sync + z[..., NUM_TERMS + 1 :: 2] @ is_kind.T
-    sync = np.where(design.workers <= 1, NOTHING, sync + term[7] * is_pair(design))
+    sync = np.where(design.workers <= 1, NOTHING, sync)
 
     power = 1 + 9 / (1 + np.exp(-term[6]))
     last = np.logaddexp(power * grad, power * sync) / power
     repeats = np.log(np.maximum(design.accumulation, 1e-30))
     return Times(grad, np.logaddexp(repeats + grad, last), sync, last, power, share_fixed, share_base, is_kind)
-
-
-def is_pair(design: Design) -> NDArray[np.bool_]:
-    result: NDArray[np.bool_] = (design.nodes == 2) & (design.workers > 2)
-    return result
 
 
 def slopes_of(times: Times, design: Design, num_terms: int) -> tuple[Floats, Floats]:
@@ -136,10 +144,11 @@ def slopes_of(times: Times, design: Design, num_terms: int) -> tuple[Floats, Flo
     by_grad = 1 - share_last + share_last * share_grad
     by_sync = np.where(design.workers <= 1, 0.0, share_last * (1 - share_grad))
     mixed = share_grad * times.grad + (1 - share_grad) * times.sync - times.last
-    is_one_node = design.nodes <= 1
+    is_one_node, is_pair = design.nodes <= 1, design.nodes == 2
 
     grad = np.zeros((*times.grad.shape, num_terms))
     grad[..., 0], grad[..., 1] = times.share_fixed, 1 - times.share_fixed
+    grad[..., 9] = grad[..., 1] * np.log(design.micro_batch)
     grad[..., NUM_TERMS::2] = times.is_kind
     step = grad * by_grad[..., None]
     step[..., 2] = by_sync * times.share_base * is_one_node
@@ -147,7 +156,8 @@ def slopes_of(times: Times, design: Design, num_terms: int) -> tuple[Floats, Flo
     step[..., 4] = by_sync * times.share_base * ~is_one_node
     step[..., 5] = by_sync * (1 - times.share_base) * ~is_one_node
     step[..., 6] = share_last * mixed * (times.power - 1) * (10 - times.power) / (9 * times.power)
-    step[..., 7] = by_sync * is_pair(design)
+    step[..., 7] = step[..., 4] * is_pair
+    step[..., 8] = step[..., 5] * is_pair
     step[..., NUM_TERMS + 1 :: 2] = by_sync[..., None] * times.is_kind
     return grad, step
 
@@ -217,7 +227,9 @@ class Throughput:
         """The terms as people read them: seconds, and the exponent of the overlap."""
         mean = dict(zip(self.belief.names, self.belief.mean, strict=True))
         overlap = 1 + 9 / (1 + float(np.exp(-mean.pop("overlap"))))
-        return {name: float(np.exp(value)) for name, value in mean.items()} | {"overlap": overlap}
+        exponent = float(mean.pop("exponent"))
+        seconds = {name: float(np.exp(value)) for name, value in mean.items()}
+        return seconds | {"overlap": overlap, "exponent": exponent}
 
 
 def fit(
@@ -308,7 +320,7 @@ def start_points(prior: Gaussian, design: Design, log_seen: Floats) -> Floats:
     z[:, 6] = STARTS
     typical = float(np.median(log_seen))
     z[:, 0] = np.maximum(z[:, 0], typical - 2)
-    z[:, 1] = np.maximum(z[:, 1], typical - 1 - float(np.median(np.log(design.micro_batch))))
+    z[:, 1] = np.maximum(z[:, 1], typical - 1 - z[:, 9] * float(np.median(np.log(design.micro_batch))))
     for is_here, first in ((design.nodes <= 1, 2), (design.nodes > 1, 4)):
         workers = design.workers[is_here]
         if np.any(workers > 1):
