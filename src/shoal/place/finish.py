@@ -33,15 +33,17 @@ def finish_fair(cluster: Cluster, rules: Rules = FINISH_RULES) -> list[Decision]
     left = {job.id: _left(job) for job in cluster.jobs}
     sorts = Sorts(cluster.nodes)
     end, lengths = outlook(cluster, left, sorts)
+    hurried = {job.id for job in cluster.jobs if lengths[job.id] >= LAST_PART * end}
 
     def key(job: Queued) -> tuple[bool, float, float, str]:
         need = left[job.id]
         alone = max(_done(sorts, job) + need, 1.0)
         behind = (cluster.now - job.submitted_at + need) / alone**LENGTH_POWER
         bonus = RUNNING_BONUS if job.allocation else 1.0
-        return lengths[job.id] < LAST_PART * end, -behind * bonus * max(job.weight, 1e-9), job.submitted_at, job.id
+        return job.id not in hurried, -behind * bonus * max(job.weight, 1e-9), job.submitted_at, job.id
 
-    return fill_kinds(cluster, sorted(cluster.jobs, key=key), rules=rules, sorts=sorts)
+    order = sorted(cluster.jobs, key=key)
+    return fill_kinds(cluster, order, rules=rules, sorts=sorts, hurried=hurried)
 
 
 def _left(job: Queued) -> float:

@@ -5,15 +5,15 @@ that the jobs that run get the most done together: one that is twice as fast on 
 times as fast there.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.place.cluster import Ask, Cluster, Node, Queued
+from shoal.place.cluster import Ask, Cluster, Node, Queued, guests_of
 from shoal.place.decision import Decision, Place, Wait
-from shoal.place.rules import USUAL, Rules, fill, is_due, tier_of, waited_seconds
+from shoal.place.rules import SHARES, USUAL, Pairs, Rules, fill, is_due, tier_of, waited_seconds
 from shoal.place.space import Space, need_of
 from shoal.place.waiting import seconds_left
 
@@ -21,6 +21,12 @@ Floats = NDArray[np.float64]
 
 MOVE_GAIN = 1.1
 """A running job moves to another kind only where it is so much faster, if stopping it costs anything."""
+
+LEAST_GAIN = 0.1
+"""Two jobs share GPUs where, together, they get so much more done than the one that has them does alone."""
+
+SLOWED = 0.95
+"""A hurried job shares its GPUs only where it keeps so much of its speed."""
 
 BACKLOG = 1.5
 """From so many times what has room on, each kind first takes the jobs that are best off there; with less waiting, it
@@ -37,16 +43,25 @@ def fill_kinds(
     rules: Rules = USUAL,
     stops_peers: bool = True,
     sorts: "Sorts | None" = None,
+    hurried: Container[str] = (),
 ) -> list[Decision]:
     """As `fill`, on the kinds of nodes where the jobs of `order` get the most done together.
 
     Where all nodes are alike or nobody knows rates it is `fill`. Running jobs move to a better kind when they are due
     and have not just been moved. Needs `Queued.rate`, and nothing of how long jobs are.
+
+    Jobs that may share their GPUs do where that gains; but none of `hurried` is slowed down by it. A guest looks for
+    GPUs of its own, or for a better host, as often as others move.
     """
-    if len({node.kind for node in cluster.nodes}) < 2 or all(job.rate is None for job in order):
+    shares = any(job.pair_rate is not None for job in order)
+    if not shares and (len({node.kind for node in cluster.nodes}) < 2 or all(job.rate is None for job in order)):
         return fill(cluster, order, rules=rules, stops_peers=stops_peers)
     sorts = sorts or Sorts(cluster.nodes)
-    kinds = choose_kinds(cluster, order, rules=rules, stops_peers=stops_peers, sorts=sorts)
+    guests = guests_of(cluster.jobs)
+    leaving = {job.id for job in order if job.id in guests and can_move(cluster, job, rules)}
+    alone = [job for job in order if job.id not in guests or job.id in leaving]
+    kinds = choose_kinds(cluster, alone, rules=rules, stops_peers=stops_peers, sorts=sorts)
+    pairs = pairs_by_gain(cluster, sorts, hurried) if shares else None
     # Who has a kind goes before who has none: else those who are left out would hold what others were given.
     order = sorted(order, key=lambda job: job.id not in kinds)
     here = {job.id: sorts.kind_now(job) for job in order if job.allocation}
@@ -54,7 +69,8 @@ def fill_kinds(
     stay: set[str] = set()
     for attempt in range(MAX_TRIES + 1):
         # Whose nodes are all gone is on no kind: it does not move, it starts anew.
-        moving = {name for name, now in here.items() if now and kinds.get(name, now) != now and name not in stay}
+        moving = {name for name, now in here.items() if now and kinds.get(name, now) != now} | leaving
+        moving -= stay
         if attempt == MAX_TRIES:
             moving = set()
         views = [_view(cluster.now, sorts, job, kinds.get(job.id, ""), job.id in moving) for job in order]
@@ -64,17 +80,29 @@ def fill_kinds(
             rules=rules,
             stops_peers=stops_peers,
             elsewhere=lambda view: sorts.elsewhere(asked[view.id]),
+            pairs=pairs,
         )
         # Who was to move and found no room keeps its place, and all is looked at again.
         lost = {item.job for item in decisions if isinstance(item, Wait) and item.job in moving}
         if not lost:
             break
         stay |= lost
-    reasons = {name: f"moved from {here[name]} to {kinds[name]} nodes: it gains most there" for name in moving}
-    return [
-        replace(item, why=reasons[item.job]) if isinstance(item, Place) and item.job in reasons else item
-        for item in decisions
-    ]
+    told = [_told(item, asked[item.job], sorts) if item.job in moving else item for item in decisions]
+    return [item for item in told if item is not None]
+
+
+def _told(item: Decision, job: Queued, sorts: "Sorts") -> Decision | None:
+    """What becomes of a running job that looked for other nodes; None: it is where it was."""
+    if not isinstance(item, Place):
+        return item
+    if item.allocation == job.allocation and item.devices == job.devices:
+        return None
+    if item.why.startswith(SHARES):
+        return item
+    before, after = sorts.kind_now(job), sorts.kind_now(job.having(allocation=item.allocation))
+    if before == after:
+        return replace(item, why="GPUs of its own are free")
+    return replace(item, why=f"moved from {before} to {after} nodes: it gains most there")
 
 
 class Sorts:
@@ -169,6 +197,55 @@ def _view(now: float, sorts: Sorts, job: Queued, kind: str, moves: bool) -> Queu
     return job.having(ask=job.ask.on(frozenset(able))) if able else job
 
 
+def pairs_by_gain(cluster: Cluster, sorts: Sorts, hurried: Container[str] = ()) -> Pairs:
+    """The pairs that gain most first. What a job gets done counts what it would cost where it costs least, so that
+    GPUs which others need more are not spent on it."""
+
+    def choose(guests: Sequence[Queued], hosts: Mapping[str, frozenset[str]]) -> Iterable[tuple[str, str]]:
+        costs = costs_of(cluster, sorts)
+        jobs = {job.id: job for job in cluster.jobs}
+        found: list[tuple[float, str, str]] = []
+        for host_id, kinds in hosts.items():
+            if len(kinds) > 1:
+                continue
+            (kind,) = kinds
+            host = jobs[host_id]
+            alone = costs[host_id] * sorts.speeds_of(host).get(kind, 0.0)
+            for guest in guests:
+                if guest.min_workers != host.min_workers or guest.pair_rate is None:
+                    continue
+                parts = guest.pair_rate(host, kind)
+                if parts is None:
+                    continue
+                mine, theirs = parts
+                if (guest.id in hurried and mine < SLOWED) or (host_id in hurried and theirs < SLOWED):
+                    continue
+                gain = costs[guest.id] * sorts.speeds_of(guest).get(kind, 0.0) * mine - alone * (1.0 - theirs)
+                if gain > LEAST_GAIN * alone:
+                    found.append((-gain, guest.id, host_id))
+        return [(guest, host) for _, guest, host in sorted(found)]
+
+    return choose
+
+
+def costs_of(cluster: Cluster, sorts: Sorts) -> dict[str, float]:
+    """What a second of each job on the kind that suits it best costs where it costs least, at prices that keep all
+    kinds busy for equally long."""
+    found: dict[str, float] = {}
+    for jobs, room in _pools(cluster, cluster.jobs):
+        kinds = list(room)
+        speeds = np.array([[sorts.speeds_of(job).get(kind, 0.0) for kind in kinds] for job in jobs])
+        sizes = np.array([_size(job) for job in jobs])
+        able = speeds.max(axis=1, initial=0.0) > 0
+        if not able.any():
+            continue
+        prices = balance(speeds[able], sizes[able], _work(jobs)[able], np.array(list(room.values())))
+        with np.errstate(divide="ignore"):
+            costs = np.exp((prices - np.log(speeds[able])).min(axis=1)) * sizes[able]
+        found.update(zip((job.id for job, can in zip(jobs, able, strict=True) if can), costs.tolist(), strict=True))
+    return found
+
+
 # -- who goes where ------------------------------------------------------------------------------------------------
 
 
@@ -260,11 +337,7 @@ class _Pool:
         free.sort(key=lambda job: not (job.allocation and not (stops_peers and is_due(job, now, rules))))
         speeds = np.array([self._row(job, kinds) for job in free]).reshape(len(free), len(kinds))
         sizes = np.array([_size(job) for job in free])
-        left = [seconds_left(job) for job in free]
-        known = [length for length in left if length is not None]
-        usual = sum(known) / len(known) if known else 1.0
-        work = np.array([usual if length is None else max(length, 1.0) for length in left])
-        picks = pick_kinds(speeds, sizes, work, room)
+        picks = pick_kinds(speeds, sizes, _work(free), room)
         placed.update({job.id: kinds[at] for job, at in zip(free, picks, strict=True) if at >= 0})
         return placed
 
@@ -352,6 +425,14 @@ def _take(
             room[kind] -= sizes[at]
             picks[at] = kind
             return
+
+
+def _work(jobs: Sequence[Queued]) -> Floats:
+    """Seconds that are left of each; what is usual where nobody knows."""
+    left = [seconds_left(job) for job in jobs]
+    known = [length for length in left if length is not None]
+    usual = sum(known) / len(known) if known else 1.0
+    return np.array([usual if length is None else max(length, 1.0) for length in left])
 
 
 def _size(job: Queued) -> float:

@@ -35,6 +35,11 @@ class Need:
         return self._hash
 
     @property
+    def as_guest(self) -> "Need":
+        """What it takes beside the job whose GPUs it shares."""
+        return Need(self.cores, self.memory, self.disk, 0, 0, self.kinds)
+
+    @property
     def gpu(self) -> int:
         return self.whole * MILLI + self.share
 
