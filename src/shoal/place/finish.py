@@ -23,6 +23,9 @@ RUNNING_BONUS = 1.1
 LAST_PART = 0.95
 """A job that needs so much of the time until all could be done goes first: later it would be what all wait for."""
 
+SHARED_PART = 0.7
+"""A job shares its GPUs where it would still be done in so much of that time."""
+
 
 def finish_fair(cluster: Cluster, rules: Rules = FINISH_RULES) -> list[Decision]:
     """Who is furthest behind goes first: slowdown is time since it was submitted, with what is left, by what it needs
@@ -43,7 +46,9 @@ def finish_fair(cluster: Cluster, rules: Rules = FINISH_RULES) -> list[Decision]
         return job.id not in hurried, -behind * bonus * max(job.weight, 1e-9), job.submitted_at, job.id
 
     order = sorted(cluster.jobs, key=key)
-    return fill_kinds(cluster, order, rules=rules, sorts=sorts, hurried=hurried)
+    # Who shares is slower: not so slow that all would wait for it.
+    keeps = {name: length / (SHARED_PART * end) for name, length in lengths.items() if end > 0}
+    return fill_kinds(cluster, order, rules=rules, sorts=sorts, keeps=keeps)
 
 
 def _left(job: Queued) -> float:

@@ -7,6 +7,7 @@ times as fast there.
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +27,10 @@ LEAST_GAIN = 0.1
 """Two jobs share GPUs where, together, they get so much more done than the one that has them does alone."""
 
 SLOWED = 0.95
-"""A hurried job shares its GPUs only where it keeps so much of its speed."""
+"""Who keeps so much of its speed is not slowed down."""
 
-BACKLOG = 1.5
-"""From so many times what has room on, each kind first takes the jobs that are best off there; with less waiting, it
-is better to keep everyone running."""
+SLOWEST = 0.01
+"""No kind counts as slower than that, as a part of the fastest: what is never chosen must not outweigh all else."""
 
 NUM_PRICES = 60
 MAX_TRIES = 3
@@ -43,15 +43,15 @@ def fill_kinds(
     rules: Rules = USUAL,
     stops_peers: bool = True,
     sorts: "Sorts | None" = None,
-    hurried: Container[str] = (),
+    keeps: Mapping[str, float] = MappingProxyType({}),
 ) -> list[Decision]:
     """As `fill`, on the kinds of nodes where the jobs of `order` get the most done together.
 
     Where all nodes are alike or nobody knows rates it is `fill`. Running jobs move to a better kind when they are due
     and have not just been moved. Needs `Queued.rate`, and nothing of how long jobs are.
 
-    Jobs that may share their GPUs do where that gains; but none of `hurried` is slowed down by it. A guest looks for
-    GPUs of its own, or for a better host, as often as others move.
+    Jobs that may share their GPUs do where that gains, and where each keeps the part of its speed that `keeps` says.
+    A guest looks for GPUs of its own, or for a better host, as often as others move.
     """
     shares = any(job.pair_rate is not None for job in order)
     if not shares and (len({node.kind for node in cluster.nodes}) < 2 or all(job.rate is None for job in order)):
@@ -61,7 +61,7 @@ def fill_kinds(
     leaving = {job.id for job in order if job.id in guests and can_move(cluster, job, rules)}
     alone = [job for job in order if job.id not in guests or job.id in leaving]
     kinds = choose_kinds(cluster, alone, rules=rules, stops_peers=stops_peers, sorts=sorts)
-    pairs = pairs_by_gain(cluster, sorts, hurried) if shares else None
+    pairs = pairs_by_gain(cluster, sorts, keeps) if shares else None
     # Who has a kind goes before who has none: else those who are left out would hold what others were given.
     order = sorted(order, key=lambda job: job.id not in kinds)
     here = {job.id: sorts.kind_now(job) for job in order if job.allocation}
@@ -197,7 +197,7 @@ def _view(now: float, sorts: Sorts, job: Queued, kind: str, moves: bool) -> Queu
     return job.having(ask=job.ask.on(frozenset(able))) if able else job
 
 
-def pairs_by_gain(cluster: Cluster, sorts: Sorts, hurried: Container[str] = ()) -> Pairs:
+def pairs_by_gain(cluster: Cluster, sorts: Sorts, keeps: Mapping[str, float] = MappingProxyType({})) -> Pairs:
     """The pairs that gain most first. What a job gets done counts what it would cost where it costs least, so that
     GPUs which others need more are not spent on it."""
 
@@ -218,7 +218,7 @@ def pairs_by_gain(cluster: Cluster, sorts: Sorts, hurried: Container[str] = ()) 
                 if parts is None:
                     continue
                 mine, theirs = parts
-                if (guest.id in hurried and mine < SLOWED) or (host_id in hurried and theirs < SLOWED):
+                if mine < min(keeps.get(guest.id, 0.0), SLOWED) or theirs < min(keeps.get(host_id, 0.0), SLOWED):
                     continue
                 gain = costs[guest.id] * sorts.speeds_of(guest).get(kind, 0.0) * mine - alone * (1.0 - theirs)
                 if gain > LEAST_GAIN * alone:
@@ -354,13 +354,13 @@ def pick_kinds(speeds: Floats, sizes: Floats, work: Floats, room: Floats) -> lis
     able = speeds.max(axis=1, initial=0.0) > 0
     room = np.maximum(room, 0.0)
     picks = np.full(len(sizes), -1)
-    if sizes[able].sum() >= BACKLOG * room.sum() and able.any():
+    if sizes[able].sum() >= room.sum() and able.any():
         costs = np.where(speeds > 0, np.log(np.maximum(speeds, 1e-12)), -np.inf)
         liked = np.argsort(balance(speeds[able], sizes[able], work[able], room) - costs, axis=1, kind="stable")
         for at in np.flatnonzero(able).tolist():
             _take(picks, at, liked[at, :1], speeds, sizes, room)
     else:
-        share_out(picks, np.flatnonzero(able), speeds, sizes, room)
+        share_out(picks, np.flatnonzero(able), speeds, sizes, work, room)
         liked = np.argsort(-speeds, axis=1, kind="stable")
     for at in np.flatnonzero(able & (picks < 0)).tolist():
         _take(picks, at, liked[at], speeds, sizes, room)
@@ -368,10 +368,10 @@ def pick_kinds(speeds: Floats, sizes: Floats, work: Floats, room: Floats) -> lis
 
 
 def share_out(
-    picks: NDArray[np.int64], order: NDArray[np.int64], speeds: Floats, sizes: Floats, room: Floats
+    picks: NDArray[np.int64], order: NDArray[np.int64], speeds: Floats, sizes: Floats, work: Floats, room: Floats
 ) -> None:
-    """Those in front who have room together, each on the kind where they lose least in sum: who has most to lose by
-    the second best, for its size, chooses first."""
+    """Those in front who have room together, each on the kind where they lose least in sum: who would take longest, for
+    its size, on the second best kind over the best, chooses first."""
     total = float(room.sum())
     todo: list[int] = []
     for at in order.tolist():
@@ -384,7 +384,8 @@ def share_out(
         best = fits.argmax(axis=1)
         ranked = np.sort(fits, axis=1)
         second = ranked[:, -2] if fits.shape[1] > 1 else 0.0
-        regret = (ranked[:, -1] - second) / sizes[rows]
+        slow, fast = np.maximum(second, SLOWEST), np.maximum(ranked[:, -1], SLOWEST)
+        regret = work[rows] * (1.0 / slow - 1.0 / fast) / sizes[rows]
         todo = [at for at, value in zip(todo, ranked[:, -1].tolist(), strict=True) if value > 0]
         widest = float(sizes[rows].max())
         for number in np.argsort(-regret, kind="stable").tolist():
