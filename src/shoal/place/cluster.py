@@ -145,7 +145,7 @@ class Partition:
 
 
 def guests_of(jobs: Iterable[Queued]) -> dict[str, str]:
-    """Who shares the GPUs of whom: guest -> host. Of two jobs on the same GPUs the one that came first is the host."""
+    """Who shares the GPUs of whom: guest -> host. Of two jobs on the same GPUs the host is who came first."""
     found: dict[object, Queued] = {}
     guests: dict[str, str] = {}
     for job in sorted((job for job in jobs if job.pair_rate and job.devices), key=lambda j: (j.submitted_at, j.id)):

@@ -29,7 +29,8 @@ SHARED_PART = 0.7
 
 def finish_fair(cluster: Cluster, rules: Rules = FINISH_RULES) -> list[Decision]:
     """Who is furthest behind goes first: slowdown is time since it was submitted, with what is left, by what it needs
-    alone. Before them, jobs so long that the end of all would wait for them.
+    alone. Before them, jobs so long that the end of all would wait for them. Once nothing came for as long as all
+    that is here still takes, those who would be late on other kinds have the kinds that suit them.
 
     Uses `remaining_seconds` (or time limits). Of unknown length: said to need as long again as it ran.
     """
@@ -46,9 +47,9 @@ def finish_fair(cluster: Cluster, rules: Rules = FINISH_RULES) -> list[Decision]
         return job.id not in hurried, -behind * bonus * max(job.weight, 1e-9), job.submitted_at, job.id
 
     order = sorted(cluster.jobs, key=key)
-    # Who shares is slower: not so slow that all would wait for it.
-    keeps = {name: length / (SHARED_PART * end) for name, length in lengths.items() if end > 0}
-    return fill_kinds(cluster, order, rules=rules, sorts=sorts, keeps=keeps)
+    # What nothing was added to for long is thought to stay so for as long again. Then the end of all is what counts.
+    quiet = cluster.now - max((job.submitted_at for job in cluster.jobs), default=cluster.now)
+    return fill_kinds(cluster, order, rules=rules, sorts=sorts, within=end if quiet >= end else math.inf)
 
 
 def _left(job: Queued) -> float:

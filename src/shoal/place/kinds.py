@@ -5,9 +5,9 @@ that the jobs that run get the most done together: one that is twice as fast on 
 times as fast there.
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,14 +23,21 @@ Floats = NDArray[np.float64]
 MOVE_GAIN = 1.1
 """A running job moves to another kind only where it is so much faster, if stopping it costs anything."""
 
-LEAST_GAIN = 0.1
+LEAST_GAIN = 0.2
 """Two jobs share GPUs where, together, they get so much more done than the one that has them does alone."""
 
 SLOWED = 0.95
 """Who keeps so much of its speed is not slowed down."""
 
 SLOWEST = 0.01
-"""No kind counts as slower than that, as a part of the fastest: what is never chosen must not outweigh all else."""
+"""No kind counts as slower than that, as a part of the fastest."""
+
+BACKLOG = 1.5
+"""From so many times what has room on, each kind first takes the jobs that are best off there; with less waiting, it
+is better to keep everyone running."""
+
+LATE = 2.0
+"""More than anybody's loss of speed: who would be late elsewhere chooses first."""
 
 NUM_PRICES = 60
 MAX_TRIES = 3
@@ -43,15 +50,17 @@ def fill_kinds(
     rules: Rules = USUAL,
     stops_peers: bool = True,
     sorts: "Sorts | None" = None,
-    keeps: Mapping[str, float] = MappingProxyType({}),
+    within: float = math.inf,
 ) -> list[Decision]:
     """As `fill`, on the kinds of nodes where the jobs of `order` get the most done together.
 
     Where all nodes are alike or nobody knows rates it is `fill`. Running jobs move to a better kind when they are due
     and have not just been moved. Needs `Queued.rate`, and nothing of how long jobs are.
 
-    Jobs that may share their GPUs do where that gains, and where each keeps the part of its speed that `keeps` says.
-    A guest looks for GPUs of its own, or for a better host, as often as others move.
+    Who would not be done `within` so many seconds elsewhere chooses before the others.
+
+    Jobs that may share their GPUs do where that gains. A guest looks for GPUs of its own, or for a better host, as
+    often as others move.
     """
     shares = any(job.pair_rate is not None for job in order)
     if not shares and (len({node.kind for node in cluster.nodes}) < 2 or all(job.rate is None for job in order)):
@@ -60,8 +69,8 @@ def fill_kinds(
     guests = guests_of(cluster.jobs)
     leaving = {job.id for job in order if job.id in guests and can_move(cluster, job, rules)}
     alone = [job for job in order if job.id not in guests or job.id in leaving]
-    kinds = choose_kinds(cluster, alone, rules=rules, stops_peers=stops_peers, sorts=sorts)
-    pairs = pairs_by_gain(cluster, sorts, keeps) if shares else None
+    kinds = choose_kinds(cluster, alone, rules=rules, stops_peers=stops_peers, sorts=sorts, within=within)
+    pairs = pairs_by_gain(cluster, sorts, within) if shares else None
     # Who has a kind goes before who has none: else those who are left out would hold what others were given.
     order = sorted(order, key=lambda job: job.id not in kinds)
     here = {job.id: sorts.kind_now(job) for job in order if job.allocation}
@@ -197,31 +206,33 @@ def _view(now: float, sorts: Sorts, job: Queued, kind: str, moves: bool) -> Queu
     return job.having(ask=job.ask.on(frozenset(able))) if able else job
 
 
-def pairs_by_gain(cluster: Cluster, sorts: Sorts, keeps: Mapping[str, float] = MappingProxyType({})) -> Pairs:
+def pairs_by_gain(cluster: Cluster, sorts: Sorts, within: float = math.inf) -> Pairs:
     """The pairs that gain most first. What a job gets done counts what it would cost where it costs least, so that
     GPUs which others need more are not spent on it."""
 
     def choose(guests: Sequence[Queued], hosts: Mapping[str, frozenset[str]]) -> Iterable[tuple[str, str]]:
-        costs = costs_of(cluster, sorts)
         jobs = {job.id: job for job in cluster.jobs}
+        able = [*guests, *(jobs[host_id] for host_id in hosts)]
+        costs, speeds = costs_of(cluster, sorts), {job.id: sorts.speeds_of(job) for job in able}
+        work = dict(zip((job.id for job in able), _work(able).tolist(), strict=True))
+        by_size: dict[int, list[Queued]] = {}
+        for guest in guests:
+            by_size.setdefault(guest.min_workers, []).append(guest)
         found: list[tuple[float, str, str]] = []
         for host_id, kinds in hosts.items():
-            if len(kinds) > 1:
-                continue
-            (kind,) = kinds
-            host = jobs[host_id]
-            alone = costs[host_id] * sorts.speeds_of(host).get(kind, 0.0)
-            for guest in guests:
-                if guest.min_workers != host.min_workers or guest.pair_rate is None:
-                    continue
-                parts = guest.pair_rate(host, kind)
+            host, kind = jobs[host_id], min(kinds)
+            fast = speeds[host_id].get(kind, 0.0)
+            alone = costs.get(host_id, 0.0) * fast
+            for guest in by_size.get(host.min_workers, ()) if len(kinds) == 1 else ():
+                parts = guest.pair_rate(host, kind) if guest.pair_rate is not None else None
                 if parts is None:
                     continue
                 mine, theirs = parts
-                if mine < min(keeps.get(guest.id, 0.0), SLOWED) or theirs < min(keeps.get(host_id, 0.0), SLOWED):
-                    continue
-                gain = costs[guest.id] * sorts.speeds_of(guest).get(kind, 0.0) * mine - alone * (1.0 - theirs)
-                if gain > LEAST_GAIN * alone:
+                speed = speeds[guest.id].get(kind, 0.0)
+                gain = costs.get(guest.id, 0.0) * speed * mine - alone * (1.0 - theirs)
+                is_late = mine < SLOWED and work[guest.id] > within * speed * mine
+                is_late |= theirs < SLOWED and work[host_id] > within * fast * theirs
+                if gain > LEAST_GAIN * alone and not is_late:
                     found.append((-gain, guest.id, host_id))
         return [(guest, host) for _, guest, host in sorted(found)]
 
@@ -256,13 +267,14 @@ def choose_kinds(
     rules: Rules = USUAL,
     stops_peers: bool = True,
     sorts: Sorts | None = None,
+    within: float = math.inf,
 ) -> dict[str, str]:
     """Job -> kind for those who can run, in `order`, class and priority before it. Others are left out."""
     ranked = sorted(order, key=lambda job: (_down(job), stops_peers and not _is_starving(cluster, job, rules)))
     chosen: dict[str, str] = {}
     sorts = sorts or Sorts(cluster.nodes)
     for jobs, room in _pools(cluster, ranked):
-        chosen.update(_Pool(cluster, sorts, jobs, room).share_out(rules, stops_peers))
+        chosen.update(_Pool(cluster, sorts, jobs, room).share_out(rules, stops_peers, within))
     return chosen
 
 
@@ -319,7 +331,7 @@ class _Pool:
     jobs: list[Queued]
     room: dict[str, float]
 
-    def share_out(self, rules: Rules, stops_peers: bool) -> dict[str, str]:
+    def share_out(self, rules: Rules, stops_peers: bool, within: float) -> dict[str, str]:
         kinds = list(self.room)
         room = np.array([self.room[kind] for kind in kinds])
         placed: dict[str, str] = {}
@@ -337,7 +349,7 @@ class _Pool:
         free.sort(key=lambda job: not (job.allocation and not (stops_peers and is_due(job, now, rules))))
         speeds = np.array([self._row(job, kinds) for job in free]).reshape(len(free), len(kinds))
         sizes = np.array([_size(job) for job in free])
-        picks = pick_kinds(speeds, sizes, _work(free), room)
+        picks = pick_kinds(speeds, sizes, _work(free), room, within)
         placed.update({job.id: kinds[at] for job, at in zip(free, picks, strict=True) if at >= 0})
         return placed
 
@@ -349,18 +361,19 @@ class _Pool:
         return [speeds.get(kind, 0.0) * (stays if kind == now else 1.0) for kind in kinds]
 
 
-def pick_kinds(speeds: Floats, sizes: Floats, work: Floats, room: Floats) -> list[int]:
+def pick_kinds(speeds: Floats, sizes: Floats, work: Floats, room: Floats, within: float = math.inf) -> list[int]:
     """The number of a kind for each job, -1 without room. Jobs are the rows of `speeds`; the first goes first."""
     able = speeds.max(axis=1, initial=0.0) > 0
     room = np.maximum(room, 0.0)
     picks = np.full(len(sizes), -1)
-    if sizes[able].sum() >= room.sum() and able.any():
+    if sizes[able].sum() >= BACKLOG * room.sum() and able.any():
         costs = np.where(speeds > 0, np.log(np.maximum(speeds, 1e-12)), -np.inf)
         liked = np.argsort(balance(speeds[able], sizes[able], work[able], room) - costs, axis=1, kind="stable")
         for at in np.flatnonzero(able).tolist():
             _take(picks, at, liked[at, :1], speeds, sizes, room)
     else:
-        share_out(picks, np.flatnonzero(able), speeds, sizes, work, room)
+        late = work[:, None] / np.maximum(speeds, SLOWEST) > within
+        share_out(picks, np.flatnonzero(able), speeds, sizes, late, room)
         liked = np.argsort(-speeds, axis=1, kind="stable")
     for at in np.flatnonzero(able & (picks < 0)).tolist():
         _take(picks, at, liked[at], speeds, sizes, room)
@@ -368,7 +381,12 @@ def pick_kinds(speeds: Floats, sizes: Floats, work: Floats, room: Floats) -> lis
 
 
 def share_out(
-    picks: NDArray[np.int64], order: NDArray[np.int64], speeds: Floats, sizes: Floats, work: Floats, room: Floats
+    picks: NDArray[np.int64],
+    order: NDArray[np.int64],
+    speeds: Floats,
+    sizes: Floats,
+    late: NDArray[np.bool_],
+    room: Floats,
 ) -> None:
     """Those in front who have room together, each on the kind where they lose least in sum: who would take longest, for
     its size, on the second best kind over the best, chooses first."""
@@ -384,8 +402,10 @@ def share_out(
         best = fits.argmax(axis=1)
         ranked = np.sort(fits, axis=1)
         second = ranked[:, -2] if fits.shape[1] > 1 else 0.0
-        slow, fast = np.maximum(second, SLOWEST), np.maximum(ranked[:, -1], SLOWEST)
-        regret = work[rows] * (1.0 / slow - 1.0 / fast) / sizes[rows]
+        regret = (ranked[:, -1] - second) / sizes[rows]
+        # Who would be late on the second best goes before all who would not.
+        if fits.shape[1] > 1:
+            regret += np.where(late[rows, fits.argsort(axis=1)[:, -2]], LATE, 0.0)
         todo = [at for at, value in zip(todo, ranked[:, -1].tolist(), strict=True) if value > 0]
         widest = float(sizes[rows].max())
         for number in np.argsort(-regret, kind="stable").tolist():
