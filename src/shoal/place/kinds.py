@@ -388,8 +388,8 @@ def share_out(
     late: NDArray[np.bool_],
     room: Floats,
 ) -> None:
-    """Those in front who have room together, each on the kind where they lose least in sum: who would take longest, for
-    its size, on the second best kind over the best, chooses first."""
+    """Those in front who have room together, each on the kind where they lose least in sum: who has most to lose by
+    the second best, for its size, chooses first, and before all others who would be `late` there."""
     total = float(room.sum())
     todo: list[int] = []
     for at in order.tolist():
