@@ -1,6 +1,6 @@
 """What a policy sees: nodes, jobs, partitions and people, at one moment. Frozen; service and simulator make it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 CLASSES = ("batch", "training", "interactive", "serving")
@@ -11,6 +11,10 @@ Rate = Callable[[str, int, int], float]
 
 Only ratios matter. Throughput times statistical efficiency where that was measured, throughput elsewhere.
 """
+
+PairRate = Callable[["Queued", str], tuple[float, float] | None]
+"""How fast it and another job are while both share the same GPUs: (the other, kind of node) -> each as a part of its
+speed alone there. None where that was not measured, and then they never share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +78,7 @@ class Queued:
     `stopped_at` the last. `stop_seconds` is what stopping and starting it costs, `resize_seconds` what another size
     does; None: as much. `is_elastic`: it can change its size while it runs. `changed_at`: when its allocation last
     changed.
+    `pair_rate`: it may share its GPUs with another job of which that is true, too; None: it may not.
     `blocked_by` is a reason why it cannot start yet ("after JOB", "held", ...). `needs` are data and models it reads.
     `devices` are the GPUs it has; where that is not known they are counted as if it had the best fitting ones.
     """
@@ -108,6 +113,7 @@ class Queued:
     blocked_by: str = ""
     needs: frozenset[str] = frozenset()
     rate: Rate | None = None
+    pair_rate: PairRate | None = None
 
     @property
     def num_workers(self) -> int:
@@ -136,6 +142,17 @@ class Partition:
     max_user_share: float = 1.0
     max_preemptions: int | None = None
     classes: frozenset[str] = frozenset(CLASSES)
+
+
+def guests_of(jobs: Iterable[Queued]) -> dict[str, str]:
+    """Who shares the GPUs of whom: guest -> host. Of two jobs on the same GPUs the host is who came first."""
+    found: dict[object, Queued] = {}
+    guests: dict[str, str] = {}
+    for job in sorted((job for job in jobs if job.pair_rate and job.devices), key=lambda j: (j.submitted_at, j.id)):
+        host = found.setdefault(tuple(sorted(job.devices.items())), job)
+        if host is not job:
+            guests[job.id] = host.id
+    return guests
 
 
 def may_be_stopped(num_preempted: int, *budgets: int | None) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shoal.place.cluster import Ask, Cluster, Partition, Queued
+from shoal.place.cluster import Ask, Cluster, Partition, Queued, guests_of
 from shoal.place.decision import Decision, Place, Stop
 from shoal.place.fit import Finder, Spots
 from shoal.place.mix import mix_of
@@ -29,6 +29,9 @@ class Draft:
     before anything was decided, as far as that is what they were said to have.
 
     `exposed` says, job by job, what of it is in `reach` only. `why` are the reasons for changes, job by job.
+
+    Two jobs can share the same GPUs: the host holds them, its guest only what it needs besides. `guests` are
+    guest -> host, `hosts` the other way.
     """
 
     cluster: Cluster
@@ -44,6 +47,8 @@ class Draft:
     totals: dict[str, tuple[int, int]] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
     adopted: dict[str, Held] = field(default_factory=dict)
+    guests: dict[str, str] = field(default_factory=dict)
+    hosts: dict[str, str] = field(default_factory=dict)
     reached: Finder | None = None
 
     @property
@@ -52,10 +57,30 @@ class Draft:
             space = self.free.space.copy()
             for name, shown in self.exposed.items():
                 for at, (workers, devices) in shown.items():
-                    space.give_back(at, self.needs[name], workers, devices)
+                    space.give_back(at, self.taken(name), workers, devices)
             self.reached = self.free.over(space)
             self.reached.barred = self.free.barred
         return self.reached
+
+    def taken(self, job_id: str) -> Need:
+        """What each of its workers takes from its node."""
+        need = self.needs[job_id]
+        return need.as_guest if job_id in self.guests else need
+
+    def mate(self, job_id: str) -> str | None:
+        """Who is on the same GPUs."""
+        return self.guests.get(job_id) or self.hosts.get(job_id)
+
+    def seat_guest(self, guest: Queued, host_id: str) -> None:
+        """Let it share the GPUs of a job that holds some. There must be room for what it needs besides."""
+        self.guests[guest.id], self.hosts[host_id] = host_id, guest.id
+        self.held[guest.id] = dict(self.held[host_id])
+        need = self.taken(guest.id)
+        for at, (workers, devices) in self.held[guest.id].items():
+            self.free.space.take(at, need, workers, devices)
+            if self.reached is not None:
+                self.reached.space.take(at, need, workers, devices)
+        self._count(guest, self.num_workers(guest.id))
 
     def hold(self, job: Queued, spots: Spots, had: Held | None = None) -> None:
         """Give the job these workers as well, on the GPUs they `had` as far as they are free. There must be room."""
@@ -101,7 +126,7 @@ class Draft:
         shown = self.exposed.setdefault(job_id, {})
         for at, (workers, devices) in part.items():
             if self.reached is not None:
-                self.reached.space.give_back(at, self.needs[job_id], workers, devices)
+                self.reached.space.give_back(at, self.taken(job_id), workers, devices)
             self._seat(shown, at, workers, devices)
 
     def protect(self, job_id: str, part: Held | None = None) -> None:
@@ -116,14 +141,14 @@ class Draft:
         for at, (workers, devices) in part.items():
             if at in shown:
                 if self.reached is not None:
-                    self.reached.space.take(at, self.needs[job_id], workers, devices)
+                    self.reached.space.take(at, self.taken(job_id), workers, devices)
                 self._unseat(shown, at, workers, devices)
         if not shown:
             del self.exposed[job_id]
 
     def drop(self, job_id: str, part: Held | None = None) -> None:
-        """Take this part of a job away; without `part`, all of it."""
-        held, need = self.held[job_id], self.needs[job_id]
+        """Take this part of a job away; without `part`, all of it. A guest goes before its host does."""
+        held, need = self.held[job_id], self.taken(job_id)
         part = dict(held) if part is None else part
         shown = self.exposed.get(job_id, {})
         for at, (workers, devices) in part.items():
@@ -143,6 +168,9 @@ class Draft:
             self.exposed.pop(job_id, None)
         if not held:
             del self.held[job_id]
+            host = self.guests.pop(job_id, None)
+            if host is not None:
+                del self.hosts[host]
         self._count(self.jobs[job_id], -sum(workers for workers, _ in part.values()))
 
     def num_workers(self, job_id: str) -> int:
@@ -248,10 +276,20 @@ def draft_of(cluster: Cluster, like: Draft | None = None) -> Draft:
     for node in cluster.nodes:
         cores, gpus = draft.totals.get(node.partition, (0, 0))
         draft.totals[node.partition] = (cores + int(node.cores * MILLI), gpus + node.gpus * MILLI)
+    guests = guests_of(cluster.jobs)
     for job in cluster.jobs:
-        if job.allocation:
+        if job.allocation and job.id not in guests:
             draft.adopt(job)
             _mend(draft, job)
+    for job_id, host_id in guests.items():
+        job = draft.jobs[job_id]
+        if draft.held[host_id]:
+            for at in draft.held[host_id]:
+                draft.by_node[at].append(job_id)
+            draft.seat_guest(job, host_id)
+        else:
+            # It was on the same nodes, which are gone.
+            draft.held[job_id], draft.why[job_id] = {}, draft.why[host_id]
     return draft
 
 

@@ -6,16 +6,17 @@ times as fast there.
 """
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.place.cluster import Ask, Cluster, Node, Queued, Rate
+from shoal.place.cluster import Ask, Cluster, Node, Queued, Rate, guests_of
 from shoal.place.decision import Decision, Place
 from shoal.place.draft import Draft
-from shoal.place.rules import USUAL, Rules, fill, is_due, tier_of, waited_seconds, walk_through
+from shoal.place.rules import SHARES, USUAL, Pairs, Rules, fill, is_due, tier_of, waited_seconds, walk_through
 from shoal.place.space import Space, need_of
 from shoal.place.waiting import seconds_left
 
@@ -24,9 +25,21 @@ Floats = NDArray[np.float64]
 MOVE_GAIN = 1.1
 """A running job moves to another kind only where it is so much faster, if stopping it costs anything."""
 
+LEAST_GAIN = 0.2
+"""Two jobs share GPUs where, together, they get so much more done than the one that has them does alone."""
+
+SLOWED = 0.95
+"""Who keeps so much of its speed is not slowed down."""
+
+SLOWEST = 0.01
+"""No kind counts as slower than that, as a part of the fastest."""
+
 BACKLOG = 1.5
 """From so many times what has room on, each kind first takes the jobs that are best off there; with less waiting, it
 is better to keep everyone running."""
+
+LATE = 2.0
+"""More than anybody's loss of speed: who would be late elsewhere chooses first."""
 
 NUM_PRICES = 60
 MAX_TRIES = 3
@@ -39,16 +52,27 @@ def fill_kinds(
     rules: Rules = USUAL,
     stops_peers: bool = True,
     sorts: "Sorts | None" = None,
+    within: float = math.inf,
 ) -> list[Decision]:
     """As `fill`, on the kinds of nodes where the jobs of `order` get the most done together.
 
     Where all nodes are alike or nobody knows rates it is `fill`. Running jobs move to a better kind when they are due
     and have not just been moved. Needs `Queued.rate`, and nothing of how long jobs are.
+
+    Who would not be done `within` so many seconds elsewhere chooses before the others.
+
+    Jobs that may share their GPUs do where that gains. A guest looks for GPUs of its own, or for a better host, as
+    often as others move.
     """
-    if len({node.kind for node in cluster.nodes}) < 2 or all(job.rate is None for job in order):
+    shares = any(job.pair_rate is not None for job in order)
+    if not shares and (len({node.kind for node in cluster.nodes}) < 2 or all(job.rate is None for job in order)):
         return fill(cluster, order, rules=rules, stops_peers=stops_peers)
     sorts = sorts or Sorts(cluster.nodes)
-    kinds = choose_kinds(cluster, order, rules=rules, stops_peers=stops_peers, sorts=sorts)
+    guests = guests_of(cluster.jobs)
+    leaving = {job.id for job in order if job.id in guests and can_move(cluster, job, rules)}
+    alone = [job for job in order if job.id not in guests or job.id in leaving]
+    kinds = choose_kinds(cluster, alone, rules=rules, stops_peers=stops_peers, sorts=sorts, within=within)
+    pairs = pairs_by_gain(cluster, sorts, within) if shares else None
     # Who has a kind goes before who has none: else those who are left out would hold what others were given.
     order = sorted(order, key=lambda job: job.id not in kinds)
     here = {job.id: sorts.kind_now(job) for job in order if job.allocation}
@@ -59,24 +83,35 @@ def fill_kinds(
     like: Draft | None = None
     for attempt in range(MAX_TRIES + 1):
         # Whose nodes are all gone is on no kind: it does not move, it starts anew.
-        moving = {name for name, now in here.items() if now and kinds.get(name, now) != now and name not in stay}
+        moving = {name for name, now in here.items() if now and kinds.get(name, now) != now} | leaving
+        moving -= stay
         if attempt == MAX_TRIES:
             moving = set()
         seen = [_moving(cluster.now, view) if name in moving else view for name, view in views.items()]
         shown = replace(cluster, jobs=tuple(seen))
-        walk = walk_through(shown, seen, rules, stops_peers, lambda job: elsewhere(job.id), like)
+        walk = walk_through(shown, seen, rules, stops_peers, lambda job: elsewhere(job.id), pairs, like)
         # Who was to move and found no room keeps its place, and all is looked at again.
         lost = {name for name in moving if name not in walk.draft.held}
         if not lost:
             break
         stay |= lost
         like = walk.draft
-    decisions = walk.decisions()
-    reasons = {name: f"moved from {here[name]} to {kinds[name]} nodes: it gains most there" for name in moving}
-    return [
-        replace(item, why=reasons[item.job]) if isinstance(item, Place) and item.job in reasons else item
-        for item in decisions
-    ]
+    told = [_told(item, asked[item.job], sorts) if item.job in moving else item for item in walk.decisions()]
+    return [item for item in told if item is not None]
+
+
+def _told(item: Decision, job: Queued, sorts: "Sorts") -> Decision | None:
+    """What becomes of a running job that looked for other nodes; None: it is where it was."""
+    if not isinstance(item, Place):
+        return item
+    if item.allocation == job.allocation and item.devices == job.devices:
+        return None
+    if item.why.startswith(SHARES):
+        return item
+    before, after = sorts.kind_now(job), sorts.kind_now(job.having(allocation=item.allocation))
+    if before == after:
+        return replace(item, why="GPUs of its own are free")
+    return replace(item, why=f"moved from {before} to {after} nodes: it gains most there")
 
 
 class Sorts:
@@ -194,6 +229,57 @@ def _view(sorts: Sorts, job: Queued, kind: str) -> Queued:
     return job.having(ask=job.ask.on(frozenset(able))) if able else job
 
 
+def pairs_by_gain(cluster: Cluster, sorts: Sorts, within: float = math.inf) -> Pairs:
+    """The pairs that gain most first. What a job gets done counts what it would cost where it costs least, so that
+    GPUs which others need more are not spent on it."""
+
+    def choose(guests: Sequence[Queued], hosts: Mapping[str, frozenset[str]]) -> Iterable[tuple[str, str]]:
+        jobs = {job.id: job for job in cluster.jobs}
+        able = [*guests, *(jobs[host_id] for host_id in hosts)]
+        costs, speeds = costs_of(cluster, sorts), {job.id: sorts.speeds_of(job) for job in able}
+        work = dict(zip((job.id for job in able), _work(able).tolist(), strict=True))
+        by_size: dict[int, list[Queued]] = {}
+        for guest in guests:
+            by_size.setdefault(guest.min_workers, []).append(guest)
+        found: list[tuple[float, str, str]] = []
+        for host_id, kinds in hosts.items():
+            host, kind = jobs[host_id], min(kinds)
+            fast = speeds[host_id].get(kind, 0.0)
+            alone = costs.get(host_id, 0.0) * fast
+            for guest in by_size.get(host.min_workers, ()) if len(kinds) == 1 else ():
+                parts = guest.pair_rate(host, kind) if guest.pair_rate is not None else None
+                if parts is None:
+                    continue
+                mine, theirs = parts
+                speed = speeds[guest.id].get(kind, 0.0)
+                gain = costs.get(guest.id, 0.0) * speed * mine - alone * (1.0 - theirs)
+                is_late = mine < SLOWED and work[guest.id] > within * speed * mine
+                is_late |= theirs < SLOWED and work[host_id] > within * fast * theirs
+                if gain > LEAST_GAIN * alone and not is_late:
+                    found.append((-gain, guest.id, host_id))
+        return [(guest, host) for _, guest, host in sorted(found)]
+
+    return choose
+
+
+def costs_of(cluster: Cluster, sorts: Sorts) -> dict[str, float]:
+    """What a second of each job on the kind that suits it best costs where it costs least, at prices that keep all
+    kinds busy for equally long."""
+    found: dict[str, float] = {}
+    for jobs, room in _pools(cluster, cluster.jobs):
+        kinds = list(room)
+        speeds = np.array([[sorts.speeds_of(job).get(kind, 0.0) for kind in kinds] for job in jobs])
+        sizes = np.array([_size(job) for job in jobs])
+        able = speeds.max(axis=1, initial=0.0) > 0
+        if not able.any():
+            continue
+        prices = balance(speeds[able], sizes[able], _work(jobs)[able], np.array(list(room.values())))
+        with np.errstate(divide="ignore"):
+            costs = np.exp((prices - np.log(speeds[able])).min(axis=1)) * sizes[able]
+        found.update(zip((job.id for job, can in zip(jobs, able, strict=True) if can), costs.tolist(), strict=True))
+    return found
+
+
 # -- who goes where ------------------------------------------------------------------------------------------------
 
 
@@ -204,13 +290,14 @@ def choose_kinds(
     rules: Rules = USUAL,
     stops_peers: bool = True,
     sorts: Sorts | None = None,
+    within: float = math.inf,
 ) -> dict[str, str]:
     """Job -> kind for those who can run, in `order`, class and priority before it. Others are left out."""
     ranked = sorted(order, key=lambda job: (_down(job), stops_peers and not _is_starving(cluster, job, rules)))
     chosen: dict[str, str] = {}
     sorts = sorts or Sorts(cluster.nodes)
     for jobs, room in _pools(cluster, ranked):
-        chosen.update(_Pool(cluster, sorts, jobs, room).share_out(rules, stops_peers))
+        chosen.update(_Pool(cluster, sorts, jobs, room).share_out(rules, stops_peers, within))
     return chosen
 
 
@@ -267,7 +354,7 @@ class _Pool:
     jobs: list[Queued]
     room: dict[str, float]
 
-    def share_out(self, rules: Rules, stops_peers: bool) -> dict[str, str]:
+    def share_out(self, rules: Rules, stops_peers: bool, within: float) -> dict[str, str]:
         kinds = list(self.room)
         room = np.array([self.room[kind] for kind in kinds])
         placed: dict[str, str] = {}
@@ -286,11 +373,7 @@ class _Pool:
         free.sort(key=lambda job: not (job.allocation and not (stops_peers and is_due(job, now, rules))))
         speeds = np.array([self._row(job, kinds, here[job.id]) for job in free]).reshape(len(free), len(kinds))
         sizes = np.array([_size(job) for job in free])
-        left = [seconds_left(job) for job in free]
-        known = [length for length in left if length is not None]
-        usual = sum(known) / len(known) if known else 1.0
-        work = np.array([usual if length is None else max(length, 1.0) for length in left])
-        picks = pick_kinds(speeds, sizes, work, room)
+        picks = pick_kinds(speeds, sizes, _work(free), room, within)
         placed.update({job.id: kinds[at] for job, at in zip(free, picks, strict=True) if at >= 0})
         return placed
 
@@ -301,7 +384,7 @@ class _Pool:
         return [speeds.get(kind, 0.0) * (stays if kind == now else 1.0) for kind in kinds]
 
 
-def pick_kinds(speeds: Floats, sizes: Floats, work: Floats, room: Floats) -> list[int]:
+def pick_kinds(speeds: Floats, sizes: Floats, work: Floats, room: Floats, within: float = math.inf) -> list[int]:
     """The number of a kind for each job, -1 without room. Jobs are the rows of `speeds`; the first goes first."""
     able = speeds.max(axis=1, initial=0.0) > 0
     room = np.maximum(room, 0.0)
@@ -312,7 +395,8 @@ def pick_kinds(speeds: Floats, sizes: Floats, work: Floats, room: Floats) -> lis
         for at in np.flatnonzero(able).tolist():
             _take(picks, at, liked[at, :1], speeds, sizes, room)
     else:
-        share_out(picks, np.flatnonzero(able), speeds, sizes, room)
+        late = work[:, None] / np.maximum(speeds, SLOWEST) > within
+        share_out(picks, np.flatnonzero(able), speeds, sizes, late, room)
         liked = np.argsort(-speeds, axis=1, kind="stable")
     for at in np.flatnonzero(able & (picks < 0)).tolist():
         _take(picks, at, liked[at], speeds, sizes, room)
@@ -320,10 +404,15 @@ def pick_kinds(speeds: Floats, sizes: Floats, work: Floats, room: Floats) -> lis
 
 
 def share_out(
-    picks: NDArray[np.int64], order: NDArray[np.int64], speeds: Floats, sizes: Floats, room: Floats
+    picks: NDArray[np.int64],
+    order: NDArray[np.int64],
+    speeds: Floats,
+    sizes: Floats,
+    late: NDArray[np.bool_],
+    room: Floats,
 ) -> None:
     """Those in front who have room together, each on the kind where they lose least in sum: who has most to lose by
-    the second best, for its size, chooses first."""
+    the second best, for its size, chooses first, and before all others who would be `late` there."""
     total = float(room.sum())
     todo: list[int] = []
     for at in order.tolist():
@@ -338,6 +427,9 @@ def share_out(
         ranked = np.sort(fits, axis=1)
         second = ranked[:, -2] if fits.shape[1] > 1 else 0.0
         regret = (ranked[:, -1] - second) / sizes[rows]
+        # Who would be late on the second best goes before all who would not.
+        if fits.shape[1] > 1:
+            regret += np.where(late[rows, fits.argsort(axis=1)[:, -2]], LATE, 0.0)
         todo = [at for at, value in zip(todo, ranked[:, -1].tolist(), strict=True) if value > 0]
         widest = float(sizes[rows].max())
         for number in np.argsort(-regret, kind="stable").tolist():
@@ -378,6 +470,14 @@ def _take(
             room[kind] -= sizes[at]
             picks[at] = kind
             return
+
+
+def _work(jobs: Sequence[Queued]) -> Floats:
+    """Seconds that are left of each; what is usual where nobody knows."""
+    left = [seconds_left(job) for job in jobs]
+    known = [length for length in left if length is not None]
+    usual = sum(known) / len(known) if known else 1.0
+    return np.array([usual if length is None else max(length, 1.0) for length in left])
 
 
 def _size(job: Queued) -> float:

@@ -12,7 +12,7 @@ A policy says in which order peers go. `fill` does the rest, and keeps these pro
 """
 
 import heapq
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -27,6 +27,7 @@ from shoal.place.waiting import KEPT, TOO_LARGE, TOO_LARGE_AT_HOME, estimate_sta
 
 CLASS_RANK = {name: number for number, name in enumerate(CLASSES)}
 MAX_DOUBLINGS = 24
+SHARES = "shares the GPUs of job "
 PIECES = 8
 """In how many pieces a job grows to its largest size: a large cluster is not handed out worker by worker."""
 
@@ -80,14 +81,16 @@ def fill(
     rules: Rules = USUAL,
     stops_peers: bool = True,
     elsewhere: Callable[[Queued], list[frozenset[str]]] | None = None,
+    pairs: "Pairs | None" = None,
 ) -> list[Decision]:
     """Run the jobs of `order` from its front, as far as there is room, and say of the others why they wait.
 
     `order` is the policy's; class and priority go before it. Running jobs keep their place unless somebody before
     them needs it. With `stops_peers`, one that stands earlier stops peers behind it; without, only after it waited
     `patience_seconds`. `elsewhere` are kinds of nodes on which a job may run when there is no room on those it names.
+    `pairs` says who of those who still wait shares the GPUs of whom.
     """
-    return walk_through(cluster, order, rules, stops_peers, elsewhere).decisions()
+    return walk_through(cluster, order, rules, stops_peers, elsewhere, pairs).decisions()
 
 
 def walk_through(
@@ -96,6 +99,7 @@ def walk_through(
     rules: Rules,
     stops_peers: bool,
     elsewhere: Callable[[Queued], list[frozenset[str]]] | None,
+    pairs: "Pairs | None" = None,
     like: Draft | None = None,
 ) -> "Walk":
     """As `fill`, up to where the decisions can be told. `like` is the draft of a walk through the same jobs and
@@ -104,10 +108,16 @@ def walk_through(
     walk.serve_owners()
     walk.serve_borrowers()
     walk.retry()
+    if pairs is not None:
+        walk.pair_up(pairs)
     if elsewhere is not None:
         walk.spill(elsewhere)
     walk.grow()
     return walk
+
+
+Pairs = Callable[[Sequence[Queued], Mapping[str, frozenset[str]]], Iterable[tuple[str, str]]]
+"""(Those who wait, those who run alone and the kinds of their nodes) -> guest and host, the best first."""
 
 
 class Walk:
@@ -138,7 +148,8 @@ class Walk:
         draft = self.draft
         for job in self.order:
             if job.id in draft.held:
-                if job.is_preemptible:
+                mate = draft.mate(job.id)
+                if job.is_preemptible and (mate is None or draft.jobs[mate].is_preemptible):
                     draft.expose(job.id, draft.held[job.id])
                 elif job.is_elastic:
                     draft.expose(job.id, draft.split(job.id, job.min_workers)[1])
@@ -216,6 +227,32 @@ class Walk:
             else:
                 draft.needs[job.id] = told
 
+    def pair_up(self, pairs: Pairs) -> None:
+        """Those who still wait share the GPUs of others, as far as that was asked for."""
+        draft, nodes = self.draft, self.draft.free.space.nodes
+        guests = [job for job in self.order if job.id not in draft.held and not job.blocked_by and can_pair(job)]
+        hosts = {
+            name: frozenset(nodes[at].kind for at in held)
+            for name, held in draft.held.items()
+            if held and draft.mate(name) is None and can_pair(draft.jobs[name])
+        }
+        for guest, host in pairs(guests, hosts) if guests and hosts else ():
+            if guest not in draft.held and draft.mate(host) is None:
+                self._pair(draft.jobs[guest], draft.jobs[host])
+
+    def _pair(self, guest: Queued, host: Queued) -> None:
+        draft, need = self.draft, self.draft.needs[guest.id].as_guest
+        if tier_of(guest) != tier_of(host) or (guest.ask.gpus, guest.partition) != (host.ask.gpus, host.partition):
+            return
+        if guest.min_workers != draft.num_workers(host.id) or self._over_cap(guest, guest.min_workers):
+            return
+        counts = draft.free.row(need, frozenset({guest.partition})).counts
+        if any(counts[at] < workers for at, (workers, _) in draft.held[host.id].items()):
+            return
+        draft.seat_guest(guest, host.id)
+        self.reasons.pop(guest.id, None)
+        draft.why[guest.id] = f"{SHARES}{host.id}"
+
     def grow(self, but: Container[str] = ()) -> None:
         """Give what is left to those who can use more: the smallest for its weight first, in pieces."""
         draft, now = self.draft, self.cluster.now
@@ -246,7 +283,13 @@ class Walk:
                 self._keep(job)
 
     def _keep(self, job: Queued) -> None:
-        """It stays: what it borrowed from owners, and what it has beyond its smallest size, can still be taken."""
+        """It stays: what it borrowed from owners, and what it has beyond its smallest size, can still be taken. Who
+        shares its GPUs stays, too."""
+        mate = self.draft.mate(job.id)
+        for each in (job,) if mate is None else (job, self.draft.jobs[mate]):
+            self._keep_one(each)
+
+    def _keep_one(self, job: Queued) -> None:
         draft = self.draft
         shown = draft.exposed.get(job.id)
         if not shown:
@@ -311,8 +354,17 @@ class Walk:
     def _victim(self, at: int) -> str:
         """Whom to take from on this node: who is beyond its smallest size first, then the last in order."""
         draft = self.draft
-        here = [name for name in draft.by_node.get(at, ()) if at in draft.exposed.get(name, {})]
-        return min(here, key=lambda name: (not self._spare(name), -self.rank[name]))
+        here = [
+            name
+            for name in draft.by_node.get(at, ())
+            if at in draft.exposed.get(name, {}) and name not in draft.guests
+        ]
+        return min(here, key=lambda name: (not self._spare(name), -self._rank(name)))
+
+    def _rank(self, name: str) -> int:
+        """How far behind in the order it is, with who shares its GPUs."""
+        mate = self.draft.hosts.get(name)
+        return self.rank[name] if mate is None else min(self.rank[name], self.rank[mate])
 
     def _spare(self, name: str) -> int:
         """How many workers it can lose and go on."""
@@ -329,6 +381,10 @@ class Walk:
             draft.drop(name, {at: (lost, devices[len(devices) - lost * (len(devices) // shown) :])})
             draft.why[name] = f"job {job.id} needs room"
             return
+        if name in draft.hosts:
+            guest = draft.hosts[name]
+            draft.drop(guest)
+            draft.why[guest] = self.reasons[guest] = f"its GPUs are for job {job.id}"
         draft.drop(name)
         if tier_of(job) > tier_of(victim):
             reason = f"{job.job_class} job {job.id} goes first"
@@ -450,6 +506,12 @@ class Walk:
         """Whether it would fit into its partition as it is now, were nothing running."""
         need, zone = self.draft.needs[job.id], frozenset({job.partition})
         return self.draft.empty.row(need, zone).total >= job.min_workers
+
+
+def can_pair(job: Queued) -> bool:
+    """Whether it can share its GPUs: whole ones, always as many, and whoever shares them may be stopped with it."""
+    is_rigid = job.min_workers == job.max_workers and not job.is_elastic
+    return job.pair_rate is not None and is_rigid and job.ask.gpus >= 1.0 and job.is_preemptible
 
 
 def _down(tier: Tier) -> Tier:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shoal.place.cluster import Allocation, Cluster, Devices, Node, Partition, Queued, may_be_stopped
+from shoal.place.cluster import Allocation, Cluster, Devices, Node, Partition, Queued, guests_of, may_be_stopped
 from shoal.place.decision import Decision, Place, Stop
 from shoal.spec.errors import UserError
 
@@ -100,6 +100,8 @@ class _Live:
     kinds: dict[str, int] = field(default_factory=dict)
     kind_seconds: dict[str, float] = field(default_factory=dict)
     num_workers: int = 0
+    part: float = 1.0
+    mates: int = 0
     changed_at: float = 0.0
     started_at: float | None = None
     stopped_at: float | None = None
@@ -135,10 +137,11 @@ class _Live:
         )
 
     def pass_time(self, seconds: float) -> float | None:
-        ended = self.work.work(seconds)
+        ended = self.work.work(seconds * self.part)
+        ended = None if ended is None else ended / self.part
         spent = seconds if ended is None else ended
         self.run_seconds += spent
-        self.service_seconds += spent * self.num_workers * self.base.ask.size
+        self.service_seconds += spent * self.num_workers * self.base.ask.size / (1 + self.mates)
         for kind in self.kinds:
             self.kind_seconds[kind] = self.kind_seconds.get(kind, 0.0) + spent
         return ended
@@ -176,6 +179,7 @@ class Simulation:
         self.moments: list[Moment] = []
         self.decision_seconds: list[float] = []
         self.has_kinds = len({node.kind for node in setting.nodes}) > 1
+        self.shares = any(seen.pair_rate for seen, _ in coming)
         self.uses_gpus = any(seen.ask.gpus for seen, _ in coming)
         self.capacity = sum(node.gpus if self.uses_gpus else node.cores for node in setting.nodes)
         self.now = setting.since
@@ -256,8 +260,25 @@ class Simulation:
         for decision in decisions:
             if isinstance(decision, Place):
                 self._change(self.live[decision.job], decision.allocation, decision.devices)
+        self._share()
         if decisions and not self.running and not self.coming and self.now - self._last_news() > MAX_IDLE_SECONDS:
             raise stuck(decisions, self.live)
+
+    def _share(self) -> None:
+        """Two jobs on the same GPUs go at the speeds that were measured so, until the next decision: one that is left
+        alone before that goes no faster until then."""
+        if not self.shares:
+            return
+        for live in self.running.values():
+            live.part, live.mates = 1.0, 0
+        for guest_id, host_id in guests_of(self.views[name] for name in self.running).items():
+            guest, host = self.live[guest_id], self.live[host_id]
+            (kind,) = host.kinds
+            assert guest.base.pair_rate is not None
+            parts = guest.base.pair_rate(host.base, kind)
+            assert parts is not None, "who was never measured together must not share"
+            guest.part, host.part = parts
+            guest.mates = host.mates = 1
 
     def _is_settled(self) -> bool:
         """Whether all jobs run, none changes its size, and there is no other kind of node: nothing to decide."""
@@ -289,7 +310,8 @@ class Simulation:
 
     def _look(self) -> None:
         used = sum(
-            live.num_workers * (live.base.ask.gpus if self.uses_gpus else 1.0) for live in self.running.values()
+            live.num_workers * (live.base.ask.gpus if self.uses_gpus else 1.0) / (1 + live.mates)
+            for live in self.running.values()
         )
         self.moments.append(
             Moment(

@@ -45,6 +45,11 @@ class Need:
         return Need(self.cores, self.memory, self.disk, self.whole, self.share, frozenset())
 
     @property
+    def as_guest(self) -> "Need":
+        """What it takes beside the job whose GPUs it shares."""
+        return Need(self.cores, self.memory, self.disk, 0, 0, self.kinds)
+
+    @property
     def gpu(self) -> int:
         return self.whole * MILLI + self.share
 

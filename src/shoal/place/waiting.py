@@ -80,7 +80,7 @@ def estimate_starts(draft: Draft, waiting: Sequence[Queued]) -> dict[str, float]
             free[node.partition, False] = free.get((node.partition, False), 0) + cores
             free[node.partition, True] = free.get((node.partition, True), 0) + sum(gpus)
     for name, held in draft.held.items():
-        job, need = draft.jobs[name], draft.needs[name]
+        job, need = draft.jobs[name], draft.taken(name)
         kinds = {space.nodes[at].kind for at in held}
         left = seconds_left(job, sum(workers for workers, _ in held.values()), len(held), min(kinds, default=""))
         for at, (workers, _) in held.items():

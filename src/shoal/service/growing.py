@@ -1,7 +1,7 @@
 """A cluster that Ray's autoscaler makes larger: what it is asked for, so that jobs that wait get room. Pure."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ from shoal.place.decision import Wait
 
 if TYPE_CHECKING:
     from shoal.place.draft import Draft
+    from shoal.place.fit import Finder
 
 PATIENCE_SECONDS = 600.0
 """How long a cluster is asked for the same machines before it is left alone for as long: it may not have them."""
@@ -79,10 +80,17 @@ def find_wanted(
     shown = tuple(job for job in cluster.jobs if job.allocation or job.id in numbers)
     draft = draft_of(replace(cluster, nodes=(*cluster.nodes, *(node for _, node in extra)), jobs=shown))
     there = len(cluster.nodes)
+    later = range(there, there + len(extra))
+    on_present = _finder_without(draft, later)
+    # Those with GPUs only where it cannot be without, as Ray does.
+    on_later = (
+        _finder_without(draft, range(there)),
+        _finder_without(draft, [*range(there), *(at for at in later if draft.free.space.nodes[at].gpus)]),
+    )
     used: dict[int, set[int]] = {}
     asks: list[Ask] = []
     for name, number in numbers.items():
-        if name in draft.jobs and (spots := _find_room(draft, name, there)):
+        if name in draft.jobs and (spots := _find_room(draft, name, on_present, on_later)):
             used[number] = set(spots)
             asks += [draft.jobs[name].ask] * sum(spots.values())
     groups = [group for group, _ in extra]
@@ -93,26 +101,33 @@ def find_wanted(
     )
 
 
-def _find_room(draft: "Draft", name: str, there: int) -> Mapping[int, int]:
-    """Seat a job: as many workers as can be on what is there, the others on what may come; returns those.
+def _finder_without(draft: "Draft", barred: Iterable[int]) -> "Finder":
+    """One for the nodes of the draft on which nothing is found on these."""
+    finder = draft.free.over(draft.free.space)
+    finder.barred = frozenset(barred)
+    return finder
+
+
+def _find_room(
+    draft: "Draft", name: str, on_present: "Finder", on_later: "tuple[Finder, Finder]"
+) -> Mapping[int, int]:
+    """Seat a job: as many workers as can be on what is there, the others on what may come; returns those. `on_later`
+    finds nodes for whoever needs GPUs, and for others.
 
     Where that is not enough, none is seated.
     """
     from shoal.place.fit import zones_of
 
-    job, need, free = draft.jobs[name], draft.needs[name], draft.free
+    job, need = draft.jobs[name], draft.needs[name]
     zone = zones_of(job, draft.partitions)[1]
-    free.barred = set(range(there, len(free.space.nodes)))
-    here = min(free.most(need, zone), job.min_workers)
-    if here and (spots := free.pick(job, need, here, zone)):
+    here = min(on_present.most(need, zone), job.min_workers)
+    if here and (spots := on_present.pick(job, need, here, zone)):
         draft.hold(job, spots)
     if here == job.min_workers:
         return {}
     rest = None
-    with_gpus = set() if job.ask.gpus else {at for at, node in enumerate(free.space.nodes) if node.gpus}
-    for barred in (with_gpus, set[int]()):  # those with GPUs only where it cannot be without, as Ray does
-        free.barred = set(range(there)) | barred
-        rest = rest or free.pick(job, need, job.min_workers - here, zone)
+    for finder in on_later[:1] if job.ask.gpus else reversed(on_later):
+        rest = rest or finder.pick(job, need, job.min_workers - here, zone)
     if rest is not None:
         draft.hold(job, rest)
     elif here:

@@ -115,7 +115,7 @@ class Machines:
         self._take(current_nodes(answer))
         self.links = {}
 
-    def _take(self, found: Sequence[Machine]) -> None:
+    def _take(self, found: "Sequence[Machine]") -> None:
         named = name_each([node for node in found if node.is_alive])
         self.addresses = {name: node.address for name, node in named.items()}
         self._nodes = tuple(

@@ -30,6 +30,8 @@ class Throughputs:
     path: Path
     steps: Mapping[tuple[str, str, int], float]
     kinds: tuple[str, ...]
+    pairs: Mapping[tuple[str, str, str, int], tuple[float, float]] = field(default_factory=dict)
+    """Kind, two types of jobs, workers of each -> steps a second of both while they share their GPUs."""
 
     def speeds(self, job_type: str, workers: int) -> dict[str, float]:
         """Kind -> steps a second, 0 where it cannot run; empty where this type was never measured with so many."""
@@ -45,6 +47,25 @@ class Speeds:
 
     def __call__(self, kind: str, workers: int, nodes: int) -> float:
         return self.by_kind.get(kind, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class PairSpeeds:
+    """`PairRate` of a job of the table."""
+
+    table: Throughputs
+    job_type: str
+    workers: int
+
+    def __call__(self, other: Queued, kind: str) -> tuple[float, float] | None:
+        if not isinstance(other.pair_rate, PairSpeeds) or other.pair_rate.workers != self.workers:
+            return None
+        table, job_type = self.table, other.pair_rate.job_type
+        both = table.pairs.get((kind, self.job_type, job_type, self.workers))
+        alone = [table.steps.get((kind, name, self.workers), 0.0) for name in (self.job_type, job_type)]
+        if both is None or min(*both, *alone) <= 0:
+            return None
+        return both[0] / alone[0], both[1] / alone[1]
 
 
 @dataclass(slots=True)
@@ -94,6 +115,14 @@ def read_throughputs(path: Path) -> Throughputs:
             if not kind.endswith(SPREAD)
             for key, entry in entries.items()
         }
+        pairs = {
+            (str(kind), *_pair(path, key, other)): (float(both[0]), float(both[1]))
+            for kind, entries in found.items()
+            if not kind.endswith(SPREAD)
+            for key, entry in entries.items()
+            for other, both in entry.items()
+            if other != "null" and _key(path, key)[1] == _key(path, other)[1]
+        }
     except OSError as error:
         raise UserError(f"{path} cannot be read.", why=error.strerror or str(error)) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -102,7 +131,11 @@ def read_throughputs(path: Path) -> Throughputs:
             why=f"{type(error).__name__}: {error}",
             hint='it is JSON such as {"v100": {"(\'LM (batch size 5)\', 1)": {"null": 65.3}}}',
         ) from None
-    return Throughputs(path, steps, tuple(sorted({kind for kind, _, _ in steps})))
+    return Throughputs(path, steps, tuple(sorted({kind for kind, _, _ in steps})), pairs)
+
+
+def _pair(path: Path, one: str, other: str) -> tuple[str, str, int]:
+    return _key(path, one)[0], *_key(path, other)
 
 
 def _key(path: Path, key: str) -> tuple[str, int]:
@@ -113,13 +146,21 @@ def _key(path: Path, key: str) -> tuple[str, int]:
 
 
 def read_gavel(
-    path: Path, table: Throughputs, *, is_length_known: bool = True, skips_unmeasured: bool = False
+    path: Path,
+    table: Throughputs,
+    *,
+    is_length_known: bool = True,
+    skips_unmeasured: bool = False,
+    shares_gpus: bool = False,
 ) -> list[StepsWork]:
-    """Jobs of a trace. One that the table has no throughput for is an error, or left out with `skips_unmeasured`."""
+    """Jobs of a trace. One that the table has no throughput for is an error, or left out with `skips_unmeasured`.
+
+    `shares_gpus`: two of them may share the same GPUs, where the table has their speeds then.
+    """
     rows = read_tabbed(path, (7, 10))
     if skips_unmeasured:
         rows = [row for row in rows if any(table.speeds(row.text("type"), row.whole("workers", least=1)).values())]
-    return [_job(row, table, is_length_known) for row in rows]
+    return [_job(row, table, is_length_known, shares_gpus) for row in rows]
 
 
 def read_tabbed(path: Path, forms: Sequence[int]) -> list[Row]:
@@ -169,6 +210,10 @@ def queued_of(row: Row, rate: Speeds, stop_seconds: float = 0.0) -> Queued:
     )
 
 
-def _job(row: Row, table: Throughputs, is_length_known: bool) -> StepsWork:
-    speeds = speeds_for(row, table, row.text("type"), row.whole("workers", least=1))
-    return StepsWork(queued_of(row, Speeds(speeds)), speeds, row.number("steps", least=1), is_length_known)
+def _job(row: Row, table: Throughputs, is_length_known: bool, shares_gpus: bool) -> StepsWork:
+    job_type, workers = row.text("type"), row.whole("workers", least=1)
+    speeds = speeds_for(row, table, job_type, workers)
+    queued = queued_of(row, Speeds(speeds))
+    if shares_gpus:
+        queued = queued.having(pair_rate=PairSpeeds(table, job_type, workers))
+    return StepsWork(queued, speeds, row.number("steps", least=1), is_length_known)
