@@ -106,10 +106,8 @@ class _Service:
 
     def start(self) -> None:
         # Compiled once, as what pip has installed is; a checkout may have been told to keep nothing compiled.
-        env = os.environ | {
-            "PYTHONDONTWRITEBYTECODE": "",
-            "PYTHONPYCACHEPREFIX": os.path.join(self._home, "compiled"),
-        }
+        compiled = os.path.join(self._home, "compiled")
+        env = os.environ | {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": compiled}
         command = [sys.executable, "-m", "shoal.service.daemon", self._home, "127.0.0.1", str(self._port)]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=env)
 

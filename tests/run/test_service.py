@@ -321,6 +321,11 @@ def test_every_change_is_made_once_whatever_is_lost_on_the_way(client: Client, d
     client.put_person("ute")
     others = {name: client.give_token(name, days=1) for name in ("vic", "ute")}
     node = client.nodes()["nodes"][0]["node"]
+
+    def count() -> int:
+        """What people did: how a job that was released ends, the service notes when it sees it."""
+        return sum(entry["who"] != "service" for entry in client.audit()["entries"])
+
     for act, (method, path, body) in CHANGES.items():
         if act == "revoke":
             (token,) = next(row for row in client.people()["people"] if row["person"] == "zoe")["tokens"]
@@ -332,14 +337,14 @@ def test_every_change_is_made_once_whatever_is_lost_on_the_way(client: Client, d
             theirs = {**own, "Authorization": f"Bearer {secret}", "Idempotency-Key": f"{name} {act}"}
             if act != "submit" or name == "vic":
                 assert ask(method, path, theirs, data)[0] == 403, (name, act)
-        before = len(client.audit()["entries"])
+        before = count()
         send_and_leave(method, path, {**own, "Content-Length": str(len(data))}, data[:-1])
-        assert len(client.audit()["entries"]) == before, act
+        assert count() == before, act
         send_and_leave(method, path, {**own, "Content-Length": str(len(data))}, data)
         first, second = (ask(method, path, own, data) for _ in range(2))
         assert first == second, act
         assert first[0] == 200, (act, first)
-        assert len(client.audit()["entries"]) == before + 1, act
+        assert count() == before + 1, act
         assert ask(method, path, own, b'{"other": 1}')[0] in (400, 409), act
     assert client.audit(verify=1)["is_sound"]
 

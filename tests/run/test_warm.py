@@ -140,6 +140,7 @@ def test_a_file_beside_the_script_comes_first_as_ever(home: Path, warm: Warm) ->
     assert (home / "mine").read_text() == str(home / "torch.py")
 
 
+@pytest.mark.slow
 def test_a_job_with_variables_and_threads_of_its_own_is_forked_from_one_that_was_started_with_them(
     home: Path,
 ) -> None:

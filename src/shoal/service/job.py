@@ -1,7 +1,8 @@
 """A job in the queue: what was asked for, and what became of it so far. Plain values, kept in the store as JSON."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
 
 import msgspec
 
@@ -15,6 +16,12 @@ ACTIVE = frozenset({STARTING, RUNNING, STOPPING})
 
 OVER = frozenset({FINISHED, FAILED, CANCELLED})
 RUN_PREFIX = "job-"
+_NONE: dict[Any, Any] = {}
+"""Shared by all jobs that have nothing there, for there may be very many. Nobody changes a job's values in place."""
+
+
+def _nothing() -> dict[Any, Any]:
+    return _NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +37,7 @@ class Asked:
     run_args: tuple[str, ...]
     name: str
     working_dir: str
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=_nothing)
     min_workers: int = 1
     max_workers: int = 1
     is_elastic: bool = False
@@ -80,10 +87,10 @@ class Job:
     is_held: bool = False
     token: int = 0
     wish: str = ""
-    allocation: Mapping[str, int] = field(default_factory=dict)
-    devices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    allocation: Mapping[str, int] = field(default_factory=_nothing)
+    devices: Mapping[str, tuple[int, ...]] = field(default_factory=_nothing)
     target: Mapping[str, int] | None = None
-    target_devices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    target_devices: Mapping[str, tuple[int, ...]] = field(default_factory=_nothing)
     min_workers: int = 1
     max_workers: int = 1
     submitted_at: float = 0.0
@@ -91,7 +98,7 @@ class Job:
     accrued_at: float = 0.0
     stopped_at: float | None = None
     node_kinds: tuple[str, ...] = ()
-    kind_seconds: Mapping[str, float] = field(default_factory=dict)
+    kind_seconds: Mapping[str, float] = field(default_factory=_nothing)
     run_seconds: float = 0.0
     service_seconds: float = 0.0
     num_stops: int = 0
@@ -161,16 +168,31 @@ def ask_of(asked: Asked, memory_bytes: int | None = None) -> Ask:
     )
 
 
-_FACTS = tuple(field.name for field in fields(Job) if field.name != "asked")
+def _defaults(kind: type) -> dict[str, Any]:
+    """Field -> what it is where nothing is said; MISSING where something must be."""
+    return {
+        each.name: each.default if each.default_factory is MISSING else each.default_factory()
+        for each in fields(kind)
+        if each.name != "asked"
+    }
+
+
+_ASKED, _FACTS = _defaults(Asked), _defaults(Job)
 
 
 def encode_asked(asked: Asked) -> bytes:
-    return msgspec.json.encode(asked)
+    return _encode(asked, _ASKED)
 
 
 def encode_facts(job: Job) -> bytes:
     """All of a job but what was asked for, which is written once."""
-    return msgspec.json.encode({name: getattr(job, name) for name in _FACTS})
+    return _encode(job, _FACTS)
+
+
+def _encode(value: Asked | Job, defaults: Mapping[str, Any]) -> bytes:
+    """What is as ever is left out: most of it is, and a service with many jobs reads them all when it starts."""
+    told = {name: each for name, default in defaults.items() if (each := getattr(value, name)) != default}
+    return msgspec.json.encode(told)
 
 
 def decode_job(asked: bytes, facts: bytes) -> Job:

@@ -20,17 +20,17 @@ def tell_job(
     job: Job, now: float, wait: Wait | None = None, seen: Any = None, prospect: Prospect | None = None
 ) -> dict[str, Any]:
     """A job as lists show it."""
-    asked = job.asked
-    since = job.changed_at if job.is_active else job.stopped_at or job.submitted_at
+    asked, is_active, is_over = job.asked, job.is_active, job.is_over
+    since = job.changed_at if is_active else job.stopped_at or job.submitted_at
     return {
         "job": job.number,
         "name": asked.name,
         "owner": job.owner,
         "state": "held" if job.is_held and job.state == "waiting" else job.state,
         "why": _why(job, wait),
-        "position": wait.position if wait and not job.is_active else 0,
-        "eta_seconds": wait.eta_seconds if wait and not job.is_active else None,
-        "left_seconds": prospect.left_seconds if prospect is not None and not job.is_over else None,
+        "position": wait.position if wait and not is_active else 0,
+        "eta_seconds": wait.eta_seconds if wait and not is_active else None,
+        "left_seconds": prospect.left_seconds if prospect is not None and not is_over else None,
         "workers": _workers(job, seen),
         "min_workers": job.min_workers,
         "max_workers": job.max_workers,
@@ -44,8 +44,8 @@ def tell_job(
         "gpus": asked.gpus,
         "disk_bytes": asked.disk_bytes,
         "nodes": dict(job.allocation),
-        "waited_seconds": 0.0 if job.is_active or job.is_over else max(0.0, now - since),
-        "run_seconds": job.run_seconds + (max(0.0, now - job.accrued_at) if job.is_active else 0.0),
+        "waited_seconds": 0.0 if is_active or is_over else max(0.0, now - since),
+        "run_seconds": job.run_seconds + (max(0.0, now - job.accrued_at) if is_active else 0.0),
         "submitted": job.submitted_wall,
         "started": job.started_wall,
         "ended": job.ended_wall,

@@ -21,10 +21,10 @@ from shoal.service.orders import Orders, Seen, Size
 from shoal.service.processes import MARK
 
 QUIET_SECONDS = 10.0
-"""How long after the first job of a kind one is made: it shall not compete with that job's own start."""
+"""How long after the first job with a setup one is made: it shall not compete with that job's own start."""
 CHANGE_SECONDS = 60.0
 """How long one is kept at least, before another takes its place."""
-NUM_KINDS = 2
+NUM_READY = 2
 """So many there are at once, for jobs whose variables differ: of two that stop each other, both come back as soon."""
 ANSWER_SECONDS = 2.0
 ROOM_BYTES = 8192
@@ -39,15 +39,15 @@ _OF_PROGRAMS = ("LD_", "PYTHON")
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class Setup:
     """What libraries find when workers load them, beside what they find in each: threads, and the job's variables."""
 
     num_threads: int
     variables: Mapping[str, str]
 
 
-def kind_of(orders: Orders, cores: int, *, is_held: bool) -> Kind | None:
-    """The kind of a job; None where its workers are to be started plainly. `is_held`: its cores are. Pure."""
+def setup_of(orders: Orders, cores: int, *, is_held: bool) -> Setup | None:
+    """The setup of a job's workers; None where they are to be started plainly. `is_held`: its cores are. Pure."""
     own = {name: value for name, value in orders.env.items() if not name.startswith("SHOAL_")}
     if "HOME" in own or any(name.startswith(_OF_PROGRAMS) for name in own):
         return None
@@ -55,7 +55,7 @@ def kind_of(orders: Orders, cores: int, *, is_held: bool) -> Kind | None:
         return None
     asked = asked_threads(orders.argv)
     threads = thread_variables(asked) if asked else {}
-    return Kind(asked or threads_of(orders, cores, is_held=is_held), {**own, **threads})
+    return Setup(asked or threads_of(orders, cores, is_held=is_held), {**own, **threads})
 
 
 def asked_threads(argv: Sequence[str]) -> int | None:
@@ -76,10 +76,10 @@ def threads_of(orders: Orders, cores: int, *, is_held: bool) -> int:
 
 
 class Ready:
-    """A process that has imported torch for jobs of a kind, or is about to. It may be killed at any moment."""
+    """A process that has imported torch for jobs with a setup, or is about to. It may be killed at any moment."""
 
-    def __init__(self, kind: Kind) -> None:
-        self.kind = kind
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
         self.made_at = time.monotonic()
         self._has_said = False
         self._channel, theirs = socket.socketpair()
@@ -90,7 +90,7 @@ class Ready:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    env={**plain_env(kind.num_threads, inherited_env()), **kind.variables, MARK: "-" * ROOM_BYTES},
+                    env={**plain_env(setup.num_threads, inherited_env()), **setup.variables, MARK: "-" * ROOM_BYTES},
                     cwd="/",
                     pass_fds=(theirs.fileno(),),
                 )
@@ -134,7 +134,7 @@ class Ready:
 class Warm:
     """Processes that have imported torch, or none. Nothing but time depends on them.
 
-    One is made once a job has been started, for jobs of its kind. They end with this object or with its process.
+    One is made once a job has been started, for jobs with its setup. They end with this object or with its process.
     `is_wanted` may change its mind.
     """
 
@@ -144,20 +144,20 @@ class Warm:
         self._lock = threading.Lock()
         self._changed = threading.Event()
         self._is_over = False
-        self._asked: list[tuple[Kind, float]] = []
-        """The kinds of the jobs that were started last, the newest first, and since when they are asked for."""
+        self._asked: list[tuple[Setup, float]] = []
+        """The setups of the jobs that were started last, the newest first, and since when they are asked for."""
         self._processes: list[Ready] = []
         # The kernel ends a warm process with the thread that has started it.
         self._thread = threading.Thread(target=self._run, name="shoal-warm", daemon=True)
 
     def fork(self, folder: Path, orders: Orders) -> bool:
         """Have a keeper of an attempt forked. False where none suits, or it does not say it did."""
-        kind = kind_of(orders, available_cores(), is_held=find_parent("cpu") is not None)
-        if kind is None:
+        setup = setup_of(orders, available_cores(), is_held=find_parent("cpu") is not None)
+        if setup is None:
             return False
         with self._lock:
-            self._ask_for(kind)
-            found = self._find(kind)
+            self._ask_for(setup)
+            found = self._find(setup)
             has_place = len(os.fsencode(folder)) <= ROOM_BYTES // 2
             return found is not None and has_place and found.has_warmed() and found.fork(folder)
 
@@ -189,13 +189,13 @@ class Warm:
     def _newest(self) -> Ready | None:
         return self._find(self._asked[0][0]) if self._asked else None
 
-    def _find(self, kind: Kind) -> Ready | None:
-        return next((each for each in self._processes if each.kind == kind and each.is_there()), None)
+    def _find(self, setup: Setup) -> Ready | None:
+        return next((each for each in self._processes if each.setup == setup and each.is_there()), None)
 
-    def _ask_for(self, kind: Kind) -> None:
-        since = next((at for known, at in self._asked if known == kind), None)
-        others = [each for each in self._asked if each[0] != kind]
-        self._asked = [(kind, time.monotonic() if since is None else since), *others][:NUM_KINDS]
+    def _ask_for(self, setup: Setup) -> None:
+        since = next((at for known, at in self._asked if known == setup), None)
+        others = [each for each in self._asked if each[0] != setup]
+        self._asked = [(setup, time.monotonic() if since is None else since), *others][:NUM_READY]
         if self._thread.ident is None:
             self._thread.start()
         elif since is None:
@@ -215,15 +215,17 @@ class Warm:
 
     def _renew(self, now: float, has_room: Callable[[], bool]) -> None:
         """End those that nobody asks for now, and make one that is missing."""
-        asked = [kind for kind, _ in self._asked]
+        asked = [setup for setup, _ in self._asked]
         # One that has died keeps its place for as long: what ends at once shall not be made again all the time.
-        self._drop(lambda each: now >= each.made_at + CHANGE_SECONDS and not (each.is_there() and each.kind in asked))
-        made = [each.kind for each in self._processes]
-        for kind, since in self._asked:
-            is_due = kind not in made and now >= since + self._quiet_seconds
-            if is_due and len(made) < NUM_KINDS and has_room():
+        self._drop(
+            lambda each: now >= each.made_at + CHANGE_SECONDS and not (each.is_there() and each.setup in asked)
+        )
+        made = [each.setup for each in self._processes]
+        for setup, since in self._asked:
+            is_due = setup not in made and now >= since + self._quiet_seconds
+            if is_due and len(made) < NUM_READY and has_room():
                 with contextlib.suppress(OSError):
-                    self._processes.append(Ready(kind))
+                    self._processes.append(Ready(setup))
                 return
 
     def _drop(self, is_done: Callable[[Ready], bool]) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from shoal.engine.seeds import is_alike
 from shoal.service.orders import Orders
-from shoal.service.warming import Kind, kind_of, threads_of
+from shoal.service.warming import Setup, setup_of, threads_of
 
 
 def orders(*argv: str, **more: object) -> Orders:
@@ -33,18 +33,20 @@ def test_only_what_the_run_says_of_itself_may_differ() -> None:
     ],
 )
 def test_what_is_special_is_started_plainly(asked: Orders) -> None:
-    assert kind_of(asked, 8, is_held=True) is None
+    assert setup_of(asked, 8, is_held=True) is None
 
 
-def test_a_kind_is_its_threads_and_its_variables() -> None:
-    def found(asked: Orders) -> Kind | None:
-        return kind_of(asked, 8, is_held=True)
+def test_a_setup_is_its_threads_and_its_variables() -> None:
+    def found(asked: Orders) -> Setup | None:
+        return setup_of(asked, 8, is_held=True)
 
-    assert found(orders("-m", env={"SHOAL_JOB": "1", "SHOAL_ARRAY_INDEX": "0"})) == found(orders()) == Kind(8, {})
-    assert found(orders(env={"OMP_NUM_THREADS": "5", "LR": "1"})) == Kind(8, {"OMP_NUM_THREADS": "5", "LR": "1"})
+    assert found(orders("-m", env={"SHOAL_JOB": "1", "SHOAL_ARRAY_INDEX": "0"})) == found(orders()) == Setup(8, {})
+    assert found(orders(env={"OMP_NUM_THREADS": "5", "LR": "1"})) == Setup(8, {"OMP_NUM_THREADS": "5", "LR": "1"})
     both = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
     assert (
-        found(orders("--threads", "2")) == found(orders("--threads=2", env={"OMP_NUM_THREADS": "5"})) == Kind(2, both)
+        found(orders("--threads", "2"))
+        == found(orders("--threads=2", env={"OMP_NUM_THREADS": "5"}))
+        == Setup(2, both)
     )
 
 
