@@ -10,8 +10,8 @@ That is Pollux's model (OSDI'21) with log2 of the workers in place of their numb
 well and does not run away where a job that was seen on 4 workers is thought of on 64. Two nodes have terms of their
 own because only one pair of machines talks there; what they are, as factors of those on more nodes, is `pair`s.
 
-All are kept as logarithms (g: its logit between 1 and 10; e as it is), and what is known of them before a step was taken
-is a `Gaussian`. The fit is the most probable point given it and the observations: a least-squares problem in
+All are kept as logarithms (g: its logit between 1 and 10; e as it is), and what is known of them before a step was
+taken is a `Gaussian`. The fit is the most probable point given it and the observations: a least-squares problem in
 logarithms, solved by Levenberg and Marquardt's method with the analytic Jacobian, in milliseconds and without scipy.
 The same Jacobian tells how certain the fit is. Terms that no observation touches stay where the prior has them.
 """
@@ -41,7 +41,8 @@ TERMS = (
     "exponent",
 )
 """The terms of the model, as logarithms of seconds; `overlap` is the logit of (g - 1) / 9, and the pairs are
-logarithms of factors: what `link_sync` and `link_growth` are multiplied by on exactly two nodes. `exponent` is itself."""
+logarithms of factors: what `link_sync` and `link_growth` are multiplied by on exactly two nodes. `exponent` is as it
+is."""
 
 NUM_TERMS = len(TERMS)
 NOISE = 0.09
@@ -195,7 +196,7 @@ class Throughput:
     ) -> Floats:
         """Seconds of a step, in the shape of the arguments broadcast.
 
-        With `optimism`, as short as they could be: so many standard deviations below what is expected.
+        With `optimism`, as short as they could be: so many standard deviations of its terms below what is expected.
         """
         design, shape = self._design(kind, nodes, workers, micro_batch, accumulation)
         times = predict(self.belief.mean, design)
@@ -214,9 +215,12 @@ class Throughput:
         *,
         kind: str = "",
     ) -> Floats:
-        """How uncertain `seconds` is: one standard deviation of its logarithm, so 0.1 is about 10 %."""
+        """How far a measured step may be from `seconds`: one standard deviation of its logarithm (0.1: about 10 %).
+
+        More observations make the terms certain; that steps are `NOISE` off the best terms remains.
+        """
         design, shape = self._design(kind, nodes, workers, micro_batch, accumulation)
-        return self._spread(predict(self.belief.mean, design), design, kind).reshape(shape)
+        return np.hypot(self._spread(predict(self.belief.mean, design), design, kind), NOISE).reshape(shape)
 
     def _spread(self, times: Times, design: Design, kind: str) -> Floats:
         spread = self.belief.spread_along(slopes_of(times, design, self.belief.mean.size)[1])
