@@ -5,7 +5,7 @@ import pytest
 
 from shoal.place.batching import Batching, LearnedRate, best_batch
 from shoal.place.prior import PastJob, Traits, learn
-from shoal.place.throughput import Design, Observation, fit, predict, slopes_of
+from shoal.place.throughput import NOISE, Design, Observation, fit, predict, slopes_of
 from shoal.spec.prediction import Prediction
 
 SIZES = ((1, 1, 8.0), (1, 2, 16.0), (1, 4, 4.0), (2, 4, 8.0), (2, 8, 8.0), (3, 12, 16.0), (4, 16, 4.0))
@@ -62,6 +62,45 @@ def test_what_was_not_observed_is_thought_to_cost_nothing_and_is_uncertain():
     fitted = fit(job(1.0, sizes=((1, 1, 8.0), (1, 1, 16.0))))
     assert fitted.seconds(4, 16, 8.0) == pytest.approx(float(fitted.seconds(1, 1, 8.0)), rel=0.01)
     assert fitted.largest_workers == 1
+
+
+def test_measured_steps_are_within_their_spread_as_often_as_it_says():
+    """Jobs drawn from the prior, four noisy configurations of each seen: 68 % of errors are within a spread."""
+    random, prior = np.random.default_rng(1), learn([]).expect(Traits(micro_batch=32, sizes={}))
+    nodes, workers, micro = (np.array(each, float) for each in zip(*SIZES, (6, 24, 32.0), (8, 8, 24.0), strict=True))
+    design = Design(np.zeros(len(nodes), int), nodes, workers, micro, np.zeros(len(nodes)))
+    within = []
+    for _ in range(80):
+        true = predict(random.multivariate_normal(prior.mean, prior.covariance), design)
+        step, grad = (np.exp(each + random.normal(0, NOISE, len(nodes))) for each in (true.step, true.grad))
+        seen = [
+            Observation(
+                nodes=int(nodes[i]),
+                workers=int(workers[i]),
+                micro_batch=micro[i],
+                step_seconds=step[i],
+                sync_seconds=max(step[i] - grad[i], 0.0),
+            )
+            for i in range(len(nodes))
+        ]
+        chosen = random.permutation(len(seen))
+        fitted = fit([seen[i] for i in chosen[:4]], prior)
+        rest = chosen[4:]
+        off = np.log(step[rest] / fitted.seconds(nodes[rest], workers[rest], micro[rest]))
+        within.append(np.abs(off) < fitted.spread(nodes[rest], workers[rest], micro[rest]))
+    assert 0.6 < np.mean(within) < 0.8
+
+
+def test_what_the_model_cannot_say_is_learned_near_where_it_was_seen():
+    """A job that is slow in one configuration, whatever the terms say, is so near it, and hardly so far from it."""
+    seen = job(1.0, sizes=[(1, workers, micro) for workers in (1, 2, 4) for micro in (4.0, 8.0, 32.0, 64.0)])
+    slow = Observation(nodes=1, workers=4, micro_batch=16.0, step_seconds=0.35, sync_seconds=None)
+    plain, fitted = fit(seen), fit([*seen, slow])
+    asked = np.array([(1, 4, 16.0), (1, 4, 20.0), (1, 1, 64.0)]).T
+    same, beside, far = fitted.seconds(*asked) / plain.seconds(*asked)
+    assert same > beside > 1.1
+    assert far == pytest.approx(1, abs=0.05)
+    assert fitted.spread(1, 4, 16.0) < fitted.spread(1, 4, 1000.0)
 
 
 def test_past_jobs_tell_of_sizes_and_kinds_that_a_new_job_has_not_seen():

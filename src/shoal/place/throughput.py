@@ -7,13 +7,17 @@ A step computes gradients, then agrees on their sum, and part of the agreeing hi
     T_step = accumulation * T_grad + (T_grad ** g + T_sync ** g) ** (1 / g)         1 <= g <= 10
 
 That is Pollux's model (OSDI'21) with log2 of the workers in place of their number: it fits the same measurements as
-well and does not run away where a job that was seen on 4 workers is thought of on 64. Two nodes have terms of their
-own because only one pair of machines talks there; what they are, as factors of those on more nodes, is `pair`s.
+well and does not run away where a job that was seen on 4 workers is thought of on 64. Two nodes have terms of
+their own, as factors of those on more nodes: Pollux's profiles are slow there. The exponent is near 1: it is for
+memory that fills up, and for processors that few samples do not fill.
 
-All are kept as logarithms (g: its logit between 1 and 10; e as it is), and what is known of them before a step was taken
-is a `Gaussian`. The fit is the most probable point given it and the observations: a least-squares problem in
+All are kept as logarithms (g: its logit between 1 and 10; e as it is), and what is known of them before a step was
+taken is a `Gaussian`. The fit is the most probable point given it and the observations: a least-squares problem in
 logarithms, solved by Levenberg and Marquardt's method with the analytic Jacobian, in milliseconds and without scipy.
 The same Jacobian tells how certain the fit is. Terms that no observation touches stay where the prior has them.
+
+No job follows the form exactly. How far its steps are off is alike where configurations are: predictions near what
+was observed are corrected by what is left there (`Near`, a Gaussian process), and more certain.
 """
 
 from collections.abc import Sequence
@@ -41,11 +45,15 @@ TERMS = (
     "exponent",
 )
 """The terms of the model, as logarithms of seconds; `overlap` is the logit of (g - 1) / 9, and the pairs are
-logarithms of factors: what `link_sync` and `link_growth` are multiplied by on exactly two nodes. `exponent` is itself."""
+logarithms of factors: what `link_sync` and `link_growth` are multiplied by on exactly two nodes. `exponent` is as it
+is."""
 
 NUM_TERMS = len(TERMS)
-NOISE = 0.09
-"""How far a measured step is from the best model of its job, as a logarithm: what Pollux's profiles show."""
+LOCAL, REST = 0.06, 0.06
+"""How far a measured step is from the best terms of its job, as a logarithm: the part that configurations near it
+have in common, and the part that is its own."""
+NOISE = float(np.hypot(LOCAL, REST))
+"""Both together: what Pollux's profiles show."""
 
 KIND_SPREAD = 1.0
 """How much kinds of nodes of which nothing is known may differ in speed, as a logarithm."""
@@ -162,6 +170,49 @@ def slopes_of(times: Times, design: Design, num_terms: int) -> tuple[Floats, Flo
     return grad, step
 
 
+def places_of(design: Design) -> Floats:
+    """Configurations as points; how far apart two are says how alike: a doubling of workers or samples is 1 away.
+
+    Three nodes are as good as more. One node has nothing to do with several, nor a kind of nodes with others.
+    """
+    nodes = np.where(design.nodes <= 1, 0.0, 10 + np.log2(np.clip(design.nodes, 2, 3)))
+    return np.stack((np.log2(design.micro_batch), np.log2(design.workers), nodes, 10.0 * design.kind), -1)
+
+
+def alike(some: Floats, others: Floats) -> Floats:
+    """How much of what is left over at some places is so at others, as a covariance."""
+    squares = (some**2).sum(-1)[:, None] + (others**2).sum(-1) - 2 * some @ others.T
+    result: Floats = LOCAL**2 * np.exp(-0.5 * np.maximum(squares, 0.0))
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """What the best terms leave over where steps were observed, and what follows for configurations near there."""
+
+    places: Floats
+    inverse: Floats
+    weights: Floats
+
+    @staticmethod
+    def of(places: Floats, left: Floats) -> "Near":
+        matrix = inverse(alike(places, places) + REST**2 * np.eye(len(places)))
+        return Near(places, matrix, matrix @ left)
+
+    def shift(self, places: Floats) -> Floats:
+        return alike(places, self.places) @ self.weights
+
+    def spread(self, places: Floats) -> Floats:
+        """How far steps there may be off the terms."""
+        both = alike(places, self.places)
+        known = np.einsum("ij,jk,ik->i", both, self.inverse, both)
+        result: Floats = np.sqrt(np.maximum(LOCAL**2 - known, 0.0) + REST**2)
+        return result
+
+
+NOWHERE = Near(np.zeros((0, 4)), np.zeros((0, 0)), np.zeros(0))
+
+
 @dataclass(frozen=True, eq=False)
 class Throughput:
     """A fitted model of one job. `belief` is what is known of its terms now; `num_observations` it was fitted to.
@@ -173,6 +224,7 @@ class Throughput:
     belief: Gaussian
     num_observations: int = 0
     largest_workers: int = 1
+    near: Near = NOWHERE
 
     def _design(
         self, kind: str, nodes: ArrayLike, workers: ArrayLike, micro_batch: ArrayLike, accumulation: ArrayLike
@@ -195,11 +247,13 @@ class Throughput:
     ) -> Floats:
         """Seconds of a step, in the shape of the arguments broadcast.
 
-        With `optimism`, as short as they could be: so many standard deviations below what is expected.
+        With `optimism`, as short as they could be: so many standard deviations of its terms below what is expected.
         """
         design, shape = self._design(kind, nodes, workers, micro_batch, accumulation)
         times = predict(self.belief.mean, design)
         log_step = times.step
+        if self.num_observations:
+            log_step = log_step + self.near.shift(places_of(design))
         if optimism:
             log_step = log_step - optimism * self._spread(times, design, kind)
         result: Floats = np.exp(log_step).reshape(shape)
@@ -214,9 +268,13 @@ class Throughput:
         *,
         kind: str = "",
     ) -> Floats:
-        """How uncertain `seconds` is: one standard deviation of its logarithm, so 0.1 is about 10 %."""
+        """How far a measured step may be from `seconds`: one standard deviation of its logarithm (0.1: about 10 %).
+
+        More observations make the terms certain; how far steps are off the best terms is known only near them.
+        """
         design, shape = self._design(kind, nodes, workers, micro_batch, accumulation)
-        return self._spread(predict(self.belief.mean, design), design, kind).reshape(shape)
+        terms = self._spread(predict(self.belief.mean, design), design, kind)
+        return np.hypot(terms, self.near.spread(places_of(design))).reshape(shape)
 
     def _spread(self, times: Times, design: Design, kind: str) -> Floats:
         spread = self.belief.spread_along(slopes_of(times, design, self.belief.mean.size)[1])
@@ -248,7 +306,9 @@ def fit(
     design, log_seen, is_grad = read(observations, all_kinds)
     mean, information = solve(known, design, log_seen, is_grad)
     belief = Gaussian(names=known.names, mean=mean, covariance=inverse(known.precision + information))
-    return Throughput(all_kinds, belief, len(observations), max(o.workers for o in observations))
+    count = len(observations)
+    near = Near.of(places_of(design)[:count], (log_seen - predict(mean, design).step)[:count])
+    return Throughput(all_kinds, belief, count, max(o.workers for o in observations), near)
 
 
 def read(observations: Sequence[Observation], kinds: Sequence[str]) -> tuple[Design, Floats, NDArray[np.bool_]]:
