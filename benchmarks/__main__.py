@@ -35,6 +35,7 @@ def main() -> int:
     harness.PEER_PYTHONS.update(pair.split("=", 1) for pair in options.peer_python)
     if options.rounds < harness.MIN_ROUNDS and not options.quick:
         parser.error(f"--rounds must be at least {harness.MIN_ROUNDS}: fewer say nothing about the spread")
+    harness.keep_priority()
     for name in names() if options.name == "all" else [options.name]:
         module = importlib.import_module(f"benchmarks.{name}")
         result = harness.record(name, module.main(options.rounds, options.quick))

@@ -46,7 +46,7 @@ TAGS = (
     *("train/loss", "train/lr", "train/epoch", "train/grad_norm", "speed/samples_per_second", "speed/step_seconds"),
     *("time/compute", "time/communicate", "time/wait", "time/load", "time/other"),
 )
-TRAINING = str(Path(__file__).parent / "watched" / "train.py")
+TRAINING = ("-m", "benchmarks.watched.train")
 WARM_STEPS, TURNS, TURN_STEPS = 60, 12, 80
 TRAINING_SECONDS = 300.0
 OWN = tuple(f"own/{number}" for number in range(10))
@@ -276,10 +276,11 @@ def train(num_turns: int, num_steps: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "SHOAL_HOME": f"{folder}/home", "OMP_NUM_THREADS": "1"}
         options = ["-n", str(NUM_WORKERS), "--threads", "1", "--to", "csv", "--log-dir", f"{folder}/run"]
-        script = [TRAINING, folder, *map(str, (WARM_STEPS, num_turns, num_steps))]
+        script = [*TRAINING, folder, *map(str, (WARM_STEPS, num_turns, num_steps))]
         command = [sys.executable, "-m", "shoal", "run", *options, *script]
         quiet = subprocess.DEVNULL
-        subprocess.run(command, env=env, stdin=quiet, stdout=quiet, timeout=TRAINING_SECONDS, check=True)
+        root = Path(__file__).parents[1]
+        subprocess.run(command, cwd=root, env=env, stdin=quiet, stdout=quiet, timeout=TRAINING_SECONDS, check=True)
         ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(NUM_WORKERS)]
     return [
         {

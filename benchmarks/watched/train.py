@@ -1,4 +1,4 @@
-"""A Trainer whose steps are 20 ms of sleep and a small model: `train.py FOLDER WARM TURNS STEPS`.
+"""A Trainer whose steps are 20 ms of sleep and a small model: `-m benchmarks.watched.train FOLDER WARM TURNS STEPS`.
 
 After so many steps of warming up, so many turns of so many steps: with everything that is kept of a run, and with
 nothing, as `plan` says. Nothing means that neither the trainer nor the script writes down or tells anything, and that
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import shoal
+from benchmarks.harness import keep_priority
 from shoal.observe.recorder import Recorder
 from shoal.train import own_numbers
 
@@ -98,6 +99,7 @@ def _used(pid: int) -> float:
 
 def main() -> None:
     folder, (num_warm, num_turns, num_steps) = Path(sys.argv[1]), map(int, sys.argv[2:])
+    keep_priority()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
     data = torch.randn(4096, 32), torch.randn(4096, 8)

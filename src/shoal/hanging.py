@@ -137,7 +137,7 @@ def add_native(run: RunInfo, stacks: Sequence[Stack], *, is_wanted: bool) -> dic
 
 
 def _await_looks(run_dir: str, word: str, ranks: Sequence[int]) -> dict[int, Look]:
-    """Machines look at the same time, each into one worker after the other."""
+    """Machines look at the same time, each into several workers at once."""
     found: dict[int, Look] = {}
     deadline = time.monotonic() + LOOK_SECONDS
     while len(found) < len(ranks) and time.monotonic() < deadline:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -480,6 +481,22 @@ def test_what_is_measured_comes_by_itself(browser: Any, tmp_path: Path) -> None:
             assert page.evaluate("window.isSame")
             assert asked
             assert all("/api/runs/live" in url for url in asked), "the stream stays open, and the page as it is"
+
+
+def test_an_empty_log_says_so_until_something_is_printed(browser: Any, tmp_path: Path) -> None:
+    with add_run(tmp_path, "live", num_workers=1) as folder, serve(tmp_path) as served:
+        log = Path(folder.path) / "logs" / "0.log"
+        log.touch()
+        with visit(browser, served) as visitor:
+            page = visitor.see("/run/live/logs")
+            page.wait_for_selector(".live:not(.off)")
+            with page.expect_response(lambda answer: "/logs?" in answer.url):
+                os.utime(log, (1, 1))  # news without a line, as when another rank prints
+            page.wait_for_timeout(200)
+            assert page.inner_text(".log") == "Nothing was printed."
+            log.write_text("at last\n")
+            page.wait_for_selector(".log div >> text=at last")
+            assert page.locator(".log p").count() == 0
 
 
 def test_machines_come_by_themselves(browser: Any, tmp_path: Path) -> None:

@@ -132,6 +132,14 @@ class TestListing:
         out = io.StringIO()
         assert ps.print_runs(home.path, out, as_json=False, show_all=True, width=80) == 0
 
+    @pytest.mark.parametrize("when", ["1e400", "1e18", "-5", "1" + "0" * 400, "NaN", "true"])
+    def test_times_that_no_calendar_has_are_not_taken(self, tmp_path, when):
+        (tmp_path / "run.json").write_text(f'{{"status": "finished", "created": {when}, "ended": {when}}}')
+        run = runs.read_run(str(tmp_path))
+        assert run is not None
+        assert run.created in (0.0, 1.0)
+        assert json.dumps([run.created, run.ended], allow_nan=False)
+
     def test_files_and_strange_folders_are_passed_over(self, home):
         path = home.add_ended()
         Path(home.path, "runs", "file").write_text("")

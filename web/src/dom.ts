@@ -44,6 +44,11 @@ export function bdi(text: string): HTMLElement {
   return h("bdi", null, text);
 }
 
+/** A sentence that names commands: what stands between backticks looks like code. */
+export function prose(text: string): HTMLElement {
+  return h("bdi", null, ...text.split(/`([^`]+)`/).map((part, index) => (index % 2 ? h("code", null, part) : part)));
+}
+
 /** Words for the time in which there is nothing to show yet. */
 export function loading(what: string): HTMLElement {
   return h("p", { class: "quiet", role: "status" }, `Reading ${what} …`);
@@ -60,7 +65,7 @@ export function failure(error: unknown): HTMLElement {
     { class: "failure", role: "alert" },
     h("p", { class: "empty-title" }, message || "Something went wrong."),
     why ? h("p", null, h("b", null, "Why: "), bdi(why)) : null,
-    hint ? h("p", null, h("b", null, "What to do: "), bdi(hint)) : null,
+    hint ? h("p", null, h("b", null, "What to do: "), prose(hint)) : null,
   );
 }
 

@@ -1,7 +1,7 @@
 // The journal: what happened, the newest first.
 
 import { ask } from "./api";
-import { bdi, empty, failure, fill, gentle, h, loading } from "./dom";
+import { bdi, empty, failure, fill, gentle, h, loading, prose } from "./dom";
 import { clock, count } from "./format";
 import type { Happening, Run, View } from "./types";
 
@@ -64,6 +64,6 @@ function line(event: Happening): HTMLElement {
     h("td", { class: `fixed t-${event.severity}` }, event.kind.replaceAll("_", " ")),
     h("td", { class: "number", "data-name": "rank" }, event.rank ?? "–"),
     h("td", { class: "number", "data-name": "step" }, event.step ?? "–"),
-    h("td", null, bdi(event.text), event.why ? h("div", { class: "quiet small" }, "Why: ", bdi(event.why)) : null, event.hint ? h("div", { class: "quiet small" }, "What to do: ", bdi(event.hint)) : null),
+    h("td", null, bdi(event.text), event.why ? h("div", { class: "quiet small" }, "Why: ", bdi(event.why)) : null, event.hint ? h("div", { class: "quiet small" }, "What to do: ", prose(event.hint)) : null),
   );
 }

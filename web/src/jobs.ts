@@ -1,7 +1,7 @@
 // The queue of the service: jobs, nodes, people and their shares.
 
 import { Live, ask } from "./api";
-import { type Child, bdi, empty, failure, fill, gentle, h, loading } from "./dom";
+import { type Child, bdi, empty, failure, fill, gentle, h, loading, prose } from "./dom";
 import { bytes, clock, count, duration, number, percent } from "./format";
 import type { View } from "./types";
 
@@ -115,7 +115,7 @@ function jobs(told: Told): HTMLElement {
 }
 
 function lines(job: Job): HTMLElement[] {
-  const bounds = job.is_elastic ? `${job.min_workers} to ${job.max_workers}` : String(job.max_workers);
+  const bounds = job.is_elastic ? `${job.min_workers}:${job.max_workers}` : String(job.max_workers);
   const hasNodes = Object.keys(job.nodes).length > 0;
   const isWaiting = job.state === "waiting" || job.state === "held";
   const reason = job.why || (job.state === "failed" ? job.message : "");
@@ -133,7 +133,7 @@ function lines(job: Job): HTMLElement[] {
     h("td", { class: "number fixed", title: `submitted ${clock(job.submitted)}` }, duration(isWaiting ? job.waited_seconds : job.run_seconds)),
     cell("fixed hide-narrow", job.eta_seconds === null ? "" : `in ${duration(job.eta_seconds)}`),
   );
-  return reason ? [row, h("tr", { class: "reason" }, h("td", null), h("td", { colspan: 8, class: "quiet small" }, bdi(reason)))] : [row];
+  return reason ? [row, h("tr", { class: "reason" }, h("td", null), h("td", { colspan: 8, class: "quiet small" }, prose(reason)))] : [row];
 }
 
 function nodes(rows: Node[]): HTMLElement {
@@ -171,7 +171,7 @@ function people(told: Told): HTMLElement {
       h("td", { class: "number" }, person ? of(person.num_jobs, person.max_jobs) : "–"),
       h("td", { class: "number" }, person ? of(person.num_workers, person.max_workers) : "–"),
       h("td", { class: "number" }, h("progress", { max: 1, value: part, "aria-label": `Share of ${name}: ${percent(part)}` }), ` ${percent(part)}`),
-      h("td", { class: "number hide-narrow" }, `${number(sum((each) => each.worker_seconds) / 3600)} h`),
+      h("td", { class: "number hide-narrow" }, duration(sum((each) => each.worker_seconds))),
     );
   });
   return table("People and shares", titles, rows);

@@ -77,7 +77,7 @@ export function showLogs(root: HTMLElement, run: Run): View {
     if (piece.start !== end) return open(null);
     end = piece.end;
     const isAtEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
-    if (box.firstElementChild?.tagName === "P") fill(box);
+    if (piece.lines.length && box.firstElementChild?.tagName === "P") fill(box);
     box.append(...piece.lines.map(line));
     while (box.childElementCount > MAX_LINES) box.firstElementChild?.remove();
     if (isAtEnd) box.scrollTop = box.scrollHeight;

@@ -3,7 +3,7 @@
 import { Failure, Live, ask } from "./api";
 import { showCheckpoints } from "./checkpoints";
 import { showCurves } from "./curves";
-import { bdi, copyButton, empty, failure, fill, gentle, h, loading } from "./dom";
+import { bdi, copyButton, empty, failure, fill, gentle, h, loading, prose } from "./dom";
 import { showEvents } from "./events";
 import { ago, clock, duration, number } from "./format";
 import { showRanks } from "./heat";
@@ -109,7 +109,7 @@ function drawHead(head: HTMLElement, run: Run): void {
         h("strong", null, bdi(run.cause.message)),
         place ? h("span", { class: "quiet" }, "At ", bdi(place)) : null,
         run.cause.why ? h("span", null, "Why: ", bdi(run.cause.why)) : null,
-        run.cause.hint ? h("span", null, "What to do: ", bdi(run.cause.hint)) : null,
+        run.cause.hint ? h("span", null, "What to do: ", prose(run.cause.hint)) : null,
       )
     : null;
   const focus = document.activeElement;

@@ -1,7 +1,7 @@
 // Where the time went: what `shoal explain` says, drawn.
 
 import { ask } from "./api";
-import { bdi, empty, failure, fill, gentle, h, loading, s } from "./dom";
+import { bdi, empty, failure, fill, gentle, h, loading, prose, s } from "./dom";
 import { brief, count, duration, number, percent } from "./format";
 import type { Run, View } from "./types";
 
@@ -93,7 +93,7 @@ function diagnoses(told: Explanation, run: Run): HTMLElement | null {
         h("strong", null, bdi(one.message)),
         h("span", { class: "quiet small" }, [`after ${duration(one.time - run.created)}`, one.step === null ? "" : `step ${count(one.step)}`, one.cost ? `costs ${one.cost.toFixed(0)} % of the time` : ""].filter(Boolean).join(", ")),
         one.why ? h("span", null, h("span", { class: "quiet" }, "Why: "), bdi(one.why)) : null,
-        one.hint ? h("span", null, h("span", { class: "quiet" }, "What to do: "), bdi(one.hint)) : null,
+        one.hint ? h("span", null, h("span", { class: "quiet" }, "What to do: "), prose(one.hint)) : null,
       ),
     ),
     rest > 0 ? h("p", { class: "quiet small" }, `${count(rest)} more, of before, are on the Events tab.`) : null,
@@ -191,7 +191,7 @@ function findings(told: Explanation): HTMLElement {
         h("strong", null, bdi(found.what)),
         found.gain ? h("span", { class: "gain" }, `Up to ${percent(found.gain)} less time`) : null,
         found.why ? h("span", null, h("span", { class: "quiet" }, "Why: "), bdi(found.why)) : null,
-        found.change ? h("span", null, h("span", { class: "quiet" }, "What to do: "), bdi(found.change)) : null,
+        found.change ? h("span", null, h("span", { class: "quiet" }, "What to do: "), prose(found.change)) : null,
       ),
     ),
   );

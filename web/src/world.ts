@@ -1,7 +1,7 @@
 // Who took part and when: a lane for each worker, with what happened to it.
 
 import { ask } from "./api";
-import { bdi, empty, failure, fill, gentle, h, loading, s } from "./dom";
+import { bdi, empty, failure, fill, gentle, h, loading, prose, s } from "./dom";
 import { clock, count, duration } from "./format";
 import type { Era, Happening, Run, View, World } from "./types";
 
@@ -117,7 +117,7 @@ function marks(world: World): HTMLElement {
       h("td", { class: `fixed t-${mark.severity}` }, mark.kind.replaceAll("_", " ")),
       h("td", { class: "number", "data-name": "rank" }, mark.rank ?? "–"),
       h("td", { class: "number", "data-name": "step" }, mark.step ?? "–"),
-      h("td", null, bdi(mark.text), mark.why ? h("div", { class: "quiet small" }, "Why: ", bdi(mark.why)) : null, mark.hint ? h("div", { class: "quiet small" }, "What to do: ", bdi(mark.hint)) : null),
+      h("td", null, bdi(mark.text), mark.why ? h("div", { class: "quiet small" }, "Why: ", bdi(mark.why)) : null, mark.hint ? h("div", { class: "quiet small" }, "What to do: ", prose(mark.hint)) : null),
     ),
   );
   const heads = ["After", "What", "Rank", "Step", ""].map((title, i) => h("th", { scope: "col", class: i === 2 || i === 3 ? "number" : "" }, title));

@@ -4,6 +4,7 @@ Who starts workers looks into them, on each machine the one that is there. That 
 what was seen is found in a file of the run folder by whoever asked, who has a word for it.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,8 +14,11 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from queue import Empty, SimpleQueue
 
 DUMP_SECONDS = 20.0
+AT_ONCE = 8
+"""Each reads the symbols of torch first, which takes most of the time and a part of the memory."""
 MAX_CHARS = 500_000
 
 
@@ -35,19 +39,24 @@ class Look:
 
 
 def look_into_all(pids: Mapping[int, int], tell: Callable[[Look], None]) -> None:
-    """Look into processes of this machine, by rank, one after the other. Returns at once; a thread calls `tell`."""
-    threading.Thread(target=_look_into_each, args=(dict(pids), tell), name="shoal-look", daemon=True).start()
+    """Look into processes of this machine, some at the same time. Returns at once; threads of its own call `tell`."""
+    program, left = find_py_spy(), SimpleQueue[tuple[int, int]]()
+    for pair in pids.items():
+        left.put(pair)
+    for _ in range(min(len(pids), AT_ONCE)):
+        threading.Thread(target=_look_into_each, args=(program, left, tell), name="shoal-look", daemon=True).start()
 
 
-def _look_into_each(pids: Mapping[int, int], tell: Callable[[Look], None]) -> None:
-    program = find_py_spy()
-    for rank, pid in pids.items():
-        if program is None:
-            why = f"py-spy is not installed on {socket.gethostname()}: run `pip install 'shoal[py-spy]'` there"
-            tell(Look(rank=rank, why=why, has_program=False))
-        else:
-            text, why = look_into(program, pid)
-            tell(Look(rank=rank, text=text[:MAX_CHARS], why=why))
+def _look_into_each(program: str | None, left: "SimpleQueue[tuple[int, int]]", tell: Callable[[Look], None]) -> None:
+    with contextlib.suppress(Empty):
+        while True:
+            rank, pid = left.get_nowait()
+            if program is None:
+                why = f"py-spy is not installed on {socket.gethostname()}: run `pip install 'shoal[py-spy]'` there"
+                tell(Look(rank=rank, why=why, has_program=False))
+            else:
+                text, why = look_into(program, pid)
+                tell(Look(rank=rank, text=text[:MAX_CHARS], why=why))
 
 
 def write_look(run_dir: str, word: str, look: Look) -> None:

@@ -17,6 +17,7 @@ from shoal.spec.errors import UserError
 
 FRESH_SECONDS = 60.0
 """A copy of a run folder is brought up to date every few seconds while the run goes on."""
+YEAR_9999 = 253_370_764_800
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,21 +87,22 @@ def read_run(path: str) -> RunInfo | None:
         name=os.path.basename(os.path.abspath(path)),
         path=os.path.abspath(path),
         status=status,
-        created=_number(facts.get("created")) or 0.0,
+        created=_time(facts.get("created")) or 0.0,
         command=command_text(facts),
         num_workers=_whole(facts.get("num_workers")),
         min_workers=_whole(facts.get("min_workers")),
         max_workers=_whole(facts.get("max_workers")),
         pid=_whole(facts.get("pid")),
         host=str(facts.get("host", "")),
-        ended=_number(facts.get("ended")),
+        ended=_time(facts.get("ended")),
         exit_code=_whole(facts.get("exit_code")),
         facts=facts,
     )
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+def _time(value: Any) -> float | None:
+    """Seconds since 1970, where a calendar has them."""
+    return float(value) if isinstance(value, int | float) and 0 <= value < YEAR_9999 else None
 
 
 def _whole(value: Any) -> int | None:
