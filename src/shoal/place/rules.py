@@ -221,7 +221,8 @@ class Walk:
                 self._serve(job, zone, may_stop=False)
                 if job.id in draft.held:
                     break
-                if draft.free.row(need, zone).total >= job.min_workers:
+                is_kept_from = draft.free.barred or job.id in self.reasons
+                if is_kept_from and draft.free.row(need, zone).total >= job.min_workers:
                     # There is room that it is kept from: this is what it has to be told.
                     told = need
             else:

@@ -1,6 +1,6 @@
 """Whatever happens to a queue: nothing twice, no cap or budget passed, no loops, nobody beside free room.
 
-`SHOAL_TEST_EVENTS` sets how many events are driven in all: a million, three milliseconds each on one core, and all
+`SHOAL_TEST_EVENTS` sets how many events are driven in all: a million, a millisecond each on one core, and all
 cores are used.
 """
 
