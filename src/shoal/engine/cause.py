@@ -61,7 +61,8 @@ class Failure:
     """One worker's failure, or with `rank` None that of the run as a whole.
 
     `exit_code` is what a shell would show: 128 + N for a death by signal N. `cause` is the word for what is at fault,
-    where the error says so, or the way it ended does; `ranks` are then those who did it.
+    where the error says so, or the way it ended does; `ranks` are then those who did it. `machine` is that with which
+    it was lost.
     """
 
     rank: int | None
@@ -77,6 +78,7 @@ class Failure:
     has_exited: bool = True
     cause: str = ""
     ranks: tuple[int, ...] = ()
+    machine: str = ""
 
 
 def find_failures(evidence: Evidence) -> list[Failure]:
@@ -205,6 +207,7 @@ def _from_exit(end: WorkerExit, evidence: Evidence) -> Failure:
 def _of_machine(machine: str) -> dict[str, str]:
     return {
         "cause": "lost_machine",
+        "machine": machine,
         "message": f"The worker was lost with its machine, {machine}.",
         "why": "that is off or cut off, or its agent there was killed; a run of a fixed size ends with any loss",
         "hint": "go on with `shoal run --resume`; with `-n MIN:MAX` a run goes on by itself",
