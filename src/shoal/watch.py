@@ -107,6 +107,7 @@ class Watch:
         self._diagnosing: Diagnosing | None = None
         self._errors: list[Event] = []
         self._exits: dict[int, WorkerExit] = {}
+        self._nodes: dict[int, str] = {}
         self._is_stuck = False
 
     def run(self, crew: Crew) -> Outcome:
@@ -173,6 +174,8 @@ class Watch:
         return seats
 
     def _spec(self, crew: Crew, rank: int, seat: Seat, incarnation: int = 0) -> WorkerSpec:
+        if crew.ground is not None:
+            self._nodes[rank] = seat.node if seat.node == seat.address else f"{seat.node} ({seat.address})"
         is_elastic, stacks_path = self._facts.min_workers is not None, stacks_file(self._folder.path, rank)
         entry = crew.entry_of(rank)
         defaults, env = worker_layers(crew.job, rank, self._facts, seat, incarnation)
@@ -403,6 +406,7 @@ class Watch:
             stopped_at=stopped_at,
             working_dir=os.path.abspath(self._folder.facts["job"]["working_dir"]),
             tails={rank: last_log_lines(self._log_path(rank), 400)[0].decode("utf-8", "replace") for rank in silent},
+            nodes=self._nodes,
             memory_kills=OutOfMemoryKills(
                 cgroup=after.cgroup - before.cgroup, machine=after.machine - before.machine
             ),

@@ -45,7 +45,7 @@ class Evidence:
 
     `stopped_at` is when the launcher began to stop workers; ends after it say nothing. `tails` holds the last output
     of each rank; places below `working_dir` are shown relative to it. `memory_kills` counts what
-    the kernel killed for lack of memory since the start.
+    the kernel killed for lack of memory since the start. `nodes` are the machines of ranks that are elsewhere.
     """
 
     exits: Sequence[WorkerExit] = ()
@@ -54,6 +54,7 @@ class Evidence:
     tails: Mapping[int, str] = field(default_factory=dict)
     working_dir: str = ""
     memory_kills: OutOfMemoryKills = field(default_factory=OutOfMemoryKills)
+    nodes: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,7 @@ def find_failures(evidence: Evidence) -> list[Failure]:
     """
     errors = merge_errors(evidence.errors)
     exits = {end.rank: end for end in evidence.exits}
-    found = [failure_of(event, exits.get(rank)) for rank, event in errors.items()]
+    found = [_on_node(failure_of(event, exits.get(rank)), evidence.nodes) for rank, event in errors.items()]
     found += [
         _from_exit(end, evidence) for end in evidence.exits if end.rank not in errors and _is_failure(end, evidence)
     ]
@@ -191,6 +192,15 @@ def _hint_for(kind: str, message: str) -> str:
     if kind == "MemoryError" or "out of memory" in message.lower():
         return "use fewer workers (`-n`) or a smaller batch"
     return ""
+
+
+def _on_node(failure: Failure, nodes: Mapping[int, str]) -> Failure:
+    """A file that one machine lacks may be on all others: say which machine it is."""
+    node = nodes.get(-1 if failure.rank is None else failure.rank)
+    if failure.hint or not node or not failure.message.startswith("FileNotFoundError"):
+        return failure
+    hint = f"rank {failure.rank} is on {node}: keep data in a folder that all machines share, copy it, or use a URL"
+    return replace(failure, hint=hint)
 
 
 def _from_exit(end: WorkerExit, evidence: Evidence) -> Failure:
