@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shoal.answer import answer
+from shoal.engine.berths import name_machine
 from shoal.engine.cause import Evidence, Failure, find_failures, should_stop
 from shoal.engine.engine import Engine, Listener
 from shoal.engine.entry import command_of, stacks_file
@@ -175,7 +176,7 @@ class Watch:
 
     def _spec(self, crew: Crew, rank: int, seat: Seat, incarnation: int = 0) -> WorkerSpec:
         if crew.ground is not None:
-            self._nodes[rank] = seat.node if seat.node == seat.address else f"{seat.node} ({seat.address})"
+            self._nodes[rank] = name_machine(seat.node, seat.address)
         is_elastic, stacks_path = self._facts.min_workers is not None, stacks_file(self._folder.path, rank)
         entry = crew.entry_of(rank)
         defaults, env = worker_layers(crew.job, rank, self._facts, seat, incarnation)

@@ -139,7 +139,7 @@ def test_a_job_of_fixed_size_goes_on_elsewhere_when_its_machine_is_lost(team: Te
     team.machines.kill(int(lost[-1]))
     others = dict.fromkeys({"first", "host1", "host2"} - {lost}, 1)
     address = team.machines.hosts.address(int(lost[-1]))
-    wait_until(lambda: f"lost with its machine, {address} (" in team.job(number)["change"], 90)
+    wait_until(lambda: f"lost with its machine, {address}." in team.job(number)["change"], 90)
     team.wait_for(number, others)
     assert team.job(number)["num_preempted"] == 0, "it was started on the machine that is gone"
     team.hurry.touch()

@@ -82,8 +82,9 @@ class Machines:
 
     def doubt(self, machine: str) -> None:
         """A job says that this one is lost: nothing starts there until Ray has had the time to say so, too."""
-        names = [name for name, address in self.addresses.items() if machine.endswith(f"({address})")]
-        self._doubts |= dict.fromkeys(names, time.monotonic() + DOUBT_SECONDS)
+        for name, address in self.addresses.items():
+            if machine == address or machine.endswith(f"({address})"):
+                self._doubts[name] = time.monotonic() + DOUBT_SECONDS
         self._looked_at = -1e9
 
     def hope_for(self, bundles: list[dict[str, float]]) -> None:
