@@ -364,6 +364,8 @@ class RayGround:
             self._ray.util.remove_placement_group(slot.group)
 
     def _later(self, slot: _Slot) -> None:
+        if slot.due:
+            return
         slot.due = time.monotonic() + slot.pause
         slot.pause = min(LONGEST_PAUSE, 2 * slot.pause)
 
