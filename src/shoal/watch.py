@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shoal.answer import answer
+from shoal.engine.berths import name_machine
 from shoal.engine.cause import Evidence, Failure, find_failures, should_stop
 from shoal.engine.engine import Engine, Listener
 from shoal.engine.entry import command_of, stacks_file
@@ -107,6 +108,7 @@ class Watch:
         self._diagnosing: Diagnosing | None = None
         self._errors: list[Event] = []
         self._exits: dict[int, WorkerExit] = {}
+        self._nodes: dict[int, str] = {}
         self._is_stuck = False
 
     def run(self, crew: Crew) -> Outcome:
@@ -173,6 +175,8 @@ class Watch:
         return seats
 
     def _spec(self, crew: Crew, rank: int, seat: Seat, incarnation: int = 0) -> WorkerSpec:
+        if crew.ground is not None:
+            self._nodes[rank] = name_machine(seat.node, seat.address)
         is_elastic, stacks_path = self._facts.min_workers is not None, stacks_file(self._folder.path, rank)
         entry = crew.entry_of(rank)
         defaults, env = worker_layers(crew.job, rank, self._facts, seat, incarnation)
@@ -403,6 +407,7 @@ class Watch:
             stopped_at=stopped_at,
             working_dir=os.path.abspath(self._folder.facts["job"]["working_dir"]),
             tails={rank: last_log_lines(self._log_path(rank), 400)[0].decode("utf-8", "replace") for rank in silent},
+            nodes=self._nodes,
             memory_kills=OutOfMemoryKills(
                 cgroup=after.cgroup - before.cgroup, machine=after.machine - before.machine
             ),

@@ -148,6 +148,18 @@ def test_a_mistake_is_told_soon(box: Box, name: str) -> None:
         assert told[1] == f"  why: there is no script {box.folder}/empty/train.py on that machine"
 
 
+def test_a_machine_without_the_data_is_named(box: Box) -> None:
+    box.write("data.txt", "all there")
+    box.write("train.py", "print(open('data.txt').read())")
+    box.write("empty/train.py", "print(open('data.txt').read())")
+    moved = f"agent.move = lambda path, moved: path.replace('{box.folder}', '{box.folder / 'empty'}')"
+    mpirun_without_mpi(box, f"{AGENT}; {moved}")
+    done = box.run("run", "-n", "2", "--engine", "mpi", "--hosts", "localhost:2", "train.py")
+    assert done.returncode == 1, done.stderr
+    assert "No such file or directory: 'data.txt'" in done.stderr
+    assert re.search(r"do: rank [01] is on localhost \(127\.0\.0\.1\): keep data in a folder that all", done.stderr)
+
+
 @rigs.needs("memory cgroups")
 def test_a_machine_without_enough_memory_is_named(box: Box) -> None:
     """The machine is this one, with little memory for the agent and all that it starts."""

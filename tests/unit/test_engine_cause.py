@@ -57,6 +57,14 @@ def test_a_lost_machine_is_the_cause_of_what_the_others_say() -> None:
     assert found.message == "The worker was lost with its machine, anna (10.0.0.2)."
 
 
+def test_whose_machine_lacks_a_file_is_told() -> None:
+    errors = [error(1, 10.0, "FileNotFoundError", "[Errno 2] No such file or directory: 'x.bin'")]
+    assert first(errors=errors, nodes={0: "here", 1: "anna (10.0.0.2)"}).hint.startswith(
+        "rank 1 is on anna (10.0.0.2):"
+    )
+    assert first(errors=errors).hint == "", "all are here"
+
+
 def test_an_exception_long_after_a_lost_peer_is_another_story() -> None:
     errors = [error(0, 10.0, "RuntimeError", GLOO), error(1, 60.0)]
     assert first(errors=errors).rank == 0

@@ -37,6 +37,11 @@ class Slot:
     index: int
 
 
+def name_machine(node: str, address: str) -> str:
+    """A machine as people are told of it."""
+    return node if node == address else f"{node} ({address})"
+
+
 def choose(
     berths: Sequence[Berth], taken: Iterable[Slot], ranks: Sequence[int], before: Mapping[int, Slot]
 ) -> dict[int, Slot]:

@@ -45,7 +45,7 @@ class Evidence:
 
     `stopped_at` is when the launcher began to stop workers; ends after it say nothing. `tails` holds the last output
     of each rank; places below `working_dir` are shown relative to it. `memory_kills` counts what
-    the kernel killed for lack of memory since the start.
+    the kernel killed for lack of memory since the start. `nodes` are the machines of ranks that are elsewhere.
     """
 
     exits: Sequence[WorkerExit] = ()
@@ -54,6 +54,7 @@ class Evidence:
     tails: Mapping[int, str] = field(default_factory=dict)
     working_dir: str = ""
     memory_kills: OutOfMemoryKills = field(default_factory=OutOfMemoryKills)
+    nodes: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,8 @@ class Failure:
     """One worker's failure, or with `rank` None that of the run as a whole.
 
     `exit_code` is what a shell would show: 128 + N for a death by signal N. `cause` is the word for what is at fault,
-    where the error says so, or the way it ended does; `ranks` are then those who did it.
+    where the error says so, or the way it ended does; `ranks` are then those who did it. `machine` is that with which
+    it was lost.
     """
 
     rank: int | None
@@ -77,6 +79,7 @@ class Failure:
     has_exited: bool = True
     cause: str = ""
     ranks: tuple[int, ...] = ()
+    machine: str = ""
 
 
 def find_failures(evidence: Evidence) -> list[Failure]:
@@ -87,7 +90,7 @@ def find_failures(evidence: Evidence) -> list[Failure]:
     """
     errors = merge_errors(evidence.errors)
     exits = {end.rank: end for end in evidence.exits}
-    found = [failure_of(event, exits.get(rank)) for rank, event in errors.items()]
+    found = [_on_node(failure_of(event, exits.get(rank)), evidence.nodes) for rank, event in errors.items()]
     found += [
         _from_exit(end, evidence) for end in evidence.exits if end.rank not in errors and _is_failure(end, evidence)
     ]
@@ -191,6 +194,15 @@ def _hint_for(kind: str, message: str) -> str:
     return ""
 
 
+def _on_node(failure: Failure, nodes: Mapping[int, str]) -> Failure:
+    """A file that one machine lacks may be on all others: say which machine it is."""
+    node = nodes.get(-1 if failure.rank is None else failure.rank)
+    if failure.hint or not node or not failure.message.startswith("FileNotFoundError"):
+        return failure
+    hint = f"rank {failure.rank} is on {node}: keep data in a folder that all machines share, copy it, or use a URL"
+    return replace(failure, hint=hint)
+
+
 def _from_exit(end: WorkerExit, evidence: Evidence) -> Failure:
     tail = evidence.tails.get(end.rank, "")
     facts: dict[str, Any] = {"cause": "dead"}
@@ -205,6 +217,7 @@ def _from_exit(end: WorkerExit, evidence: Evidence) -> Failure:
 def _of_machine(machine: str) -> dict[str, str]:
     return {
         "cause": "lost_machine",
+        "machine": machine,
         "message": f"The worker was lost with its machine, {machine}.",
         "why": "that is off or cut off, or its agent there was killed; a run of a fixed size ends with any loss",
         "hint": "go on with `shoal run --resume`; with `-n MIN:MAX` a run goes on by itself",

@@ -11,7 +11,7 @@ import msgspec
 
 from shoal.engine.agent import versions
 from shoal.engine.agents import AgentLine, Agents
-from shoal.engine.berths import Berth, Slot, check_memory, choose, seats_of
+from shoal.engine.berths import Berth, Slot, check_memory, choose, name_machine, seats_of
 from shoal.engine.engine import Listener
 from shoal.engine.ground import Arranged, Ground
 from shoal.engine.log import LIMIT_BYTES, Log
@@ -457,7 +457,7 @@ class Fleet:
     def _lose(self, agent: AgentLine) -> None:
         self._agents.hang_up(agent, TimeoutError())
         self._agents.forget(agent)
-        machine = f"{agent.berth.node} ({agent.berth.address})" if agent.berth is not None else ""
+        machine = name_machine(agent.berth.node, agent.berth.address) if agent.berth is not None else ""
         for rank in [rank for rank, worker in self._workers.items() if worker.agent is agent]:
             self._bury(rank, -signal.SIGKILL, machine=machine)
         if agent.berth is not None and self._agents.find(agent.name) is None:

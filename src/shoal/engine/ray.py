@@ -328,7 +328,7 @@ class RayGround:
                 raise why
             if why is not None:
                 kept_away.append(why)
-                self._later(slot)
+            self._later(slot)  # also of one that Ray put on a machine which was gone: nobody has heard of it
         for slot in self._slots:
             if slot.call is None and slot.due and now >= slot.due:
                 self._start(slot)
@@ -364,6 +364,8 @@ class RayGround:
             self._ray.util.remove_placement_group(slot.group)
 
     def _later(self, slot: _Slot) -> None:
+        if slot.due:
+            return
         slot.due = time.monotonic() + slot.pause
         slot.pause = min(LONGEST_PAUSE, 2 * slot.pause)
 

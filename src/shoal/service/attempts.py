@@ -95,6 +95,7 @@ def _seen(orders: dict[str, Any], told: dict[str, Any], state: str, *, is_alive:
         "cause",
         "message",
         "hint",
+        "machine",
         "memory_bytes",
         "peak_memory_bytes",
         "worker_peak_bytes",

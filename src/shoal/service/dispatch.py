@@ -147,6 +147,9 @@ class Dispatcher:
                 found = self._keeper.look(self._folder, str(job.number), job.token)
             elif found.state in ("starting", "running"):
                 self._tell(job, found)
+            if found.state == "ended" and found.machine:
+                self._machines.doubt(found.machine)
+                self._shared.machines = self._machines.now(self._shared.settings.ray_address)
             seen[job.number] = found
             if transitions.see(job, found, 0.0, 0.0) is not job:
                 self._write(

@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shoal.engine.clusters import HEAD, Cluster, cluster_folder, is_running, read_cluster
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 HERE_SECONDS = 30.0
 RAY_SECONDS = 20.0
+DOUBT_SECONDS = 45.0
+"""Ray takes some 15 s to be sure that a machine is gone, and is asked every 20 s."""
 GROWTH_SECONDS = 5.0
 """How often Ray is asked while machines are to come."""
 
@@ -33,6 +36,7 @@ class Machines:
         self._address = ""
         self._bundles: list[dict[str, float]] | None = None
         self._told: list[dict[str, float]] | None = None
+        self._doubts: dict[str, float] = {}
         self.groups: Mapping[str, int] = {}
         self.present: Sequence[Bundle] = ()
         self._nodes: tuple[Node, ...] = ()
@@ -58,7 +62,7 @@ class Machines:
                 self.engine = "ray"
                 self._asking = threading.Thread(target=self._ask_other, args=(address,), daemon=True)
                 self._asking.start()
-                return self._nodes
+                return self._usable()
             cluster = read_cluster(cluster_folder())
             if cluster is None or cluster.role != HEAD or not is_running(cluster):
                 self._nodes, self.engine, self.links, self.problem = (self._here(),), "local", {}, ""
@@ -67,7 +71,21 @@ class Machines:
                 self.engine = "ray"  # also while nothing is known of its machines yet
                 self._asking = threading.Thread(target=self._ask, args=(cluster,), daemon=True)
                 self._asking.start()
-        return self._nodes
+        return self._usable()
+
+    def _usable(self) -> tuple[Node, ...]:
+        """The machines, those in doubt as if they were drained."""
+        self._doubts = {name: until for name, until in self._doubts.items() if time.monotonic() < until}
+        if not self._doubts:
+            return self._nodes
+        return tuple(replace(node, is_draining=node.name in self._doubts) for node in self._nodes)
+
+    def doubt(self, machine: str) -> None:
+        """A job says that this one is lost: nothing starts there until Ray has had the time to say so, too."""
+        for name, address in self.addresses.items():
+            if machine == address or machine.endswith(f"({address})"):
+                self._doubts[name] = time.monotonic() + DOUBT_SECONDS
+        self._looked_at = -1e9
 
     def hope_for(self, bundles: list[dict[str, float]]) -> None:
         """What the cluster is to be asked for from now on: again with every look, for others overwrite it."""

@@ -73,7 +73,8 @@ class Seen:
     """An attempt as its folder and its lock tell.
 
     `state` is absent, starting, running or ended. `is_alive`: its keeper runs, or its launcher still does. One whose
-    keeper was killed before it began is absent again: order it once more. `cause` is one of CAUSES once it has ended.
+    keeper was killed before it began is absent again: order it once more. `cause` is one of CAUSES once it has ended,
+    `machine` what it was lost with.
     `memory_bytes` is what its processes use now on this machine, `peak_memory_bytes` the most that was seen, and
     `worker_peak_bytes` the most that one worker had, where all are on this machine. `limits` names what holds its
     processes: `memory`, `cpu`, `pids` by the kernel, `watchdog` by looks at them. `mark` is when its keeper said so:
@@ -88,6 +89,7 @@ class Seen:
     cause: str = ""
     message: str = ""
     hint: str = ""
+    machine: str = ""
     num_workers: int = 0
     step: int | None = None
     loss: float | None = None

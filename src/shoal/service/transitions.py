@@ -17,6 +17,7 @@ from shoal.service.job import (
 )
 from shoal.spec.errors import UserError
 
+BACK = "back in the queue"
 MAX_LOST = 5
 """How often a job whose attempt vanished, or lost a machine that it cannot do without, is started again: one that
 takes machines down would never come to rest."""
@@ -122,6 +123,8 @@ def start(
     assert job.state == WAITING, job
     num_workers = sum(allocation.values())
     told = f"started with {num_workers} worker{'s' * (num_workers > 1)}"
+    if job.change.startswith(BACK):  # why, is to be read for as long as it runs
+        why = f"it was {job.change}"
     return replace(
         job,
         state=STARTING,
@@ -281,7 +284,7 @@ def _end(job: Job, cause: str, message: str, exit_code: int | None, now: float, 
             stopped_at=now,
             cause="",
             message=message,
-            change=f"back in the queue: {message}",
+            change=f"{BACK}: {message}",
             change_wall=wall,
         )
     return replace(freed, state=FAILED, cause=cause or "failed", message=message, has_run=True, ended_wall=wall)

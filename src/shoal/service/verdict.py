@@ -7,7 +7,10 @@ from typing import Any
 
 from shoal.service.orders import CAUSE_OF, Orders
 
-_TOLD_TO_END = (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGKILL)
+_TOLD_TO_END = (
+    *(-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGKILL),
+    128 + signal.SIGINT,  # of one that still waited for its machines
+)
 _NO_MEMORY = ("memoryerror", "out of memory", "can't allocate memory", "cannot allocate memory")
 
 
@@ -43,7 +46,8 @@ def judge(orders: Orders, facts: Facts) -> dict[str, Any]:
         )
         return {"cause": CAUSE_OF[facts.why], "exit_code": code, "message": late if facts.was_killed else ""}
     if facts.failure.get("cause") == "lost_machine":
-        return {"cause": "lost", "exit_code": code, "message": str(facts.failure.get("message", ""))}
+        message, machine = (str(facts.failure.get(name, "")) for name in ("message", "machine"))
+        return {"cause": "lost", "exit_code": code, "message": message, "machine": machine}
     parts = [str(facts.failure[name]) for name in ("message", "why") if facts.failure.get(name)]
     message = ": ".join(part.rstrip(".") for part in parts) or f"It ended with code {code}"
     return {

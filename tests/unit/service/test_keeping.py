@@ -94,6 +94,7 @@ def test_a_job_that_gets_smaller_keeps_its_limit_while_it_uses_more(tmp_path: Pa
         (Facts(code=137, failure={"cause": "dead", "message": "It was killed."}), "failed", 137),
         (Facts(code=137, failure={"cause": "lost_machine", "message": "It was lost."}), "lost", 137),
         (Facts(code=137, failure={"cause": "lost_machine"}, why="cancel"), "cancelled", 137),
+        (Facts(code=130, why="preempt"), "preempted", 130),
     ],
 )
 def test_why_an_attempt_ended(facts: Facts, cause: str, code: int) -> None:

@@ -73,6 +73,7 @@ def test_a_job_that_is_lost_again_and_again_fails_in_the_end():
         job = moves.see(moves.start(job, {"a": 1}, {}, 1.0), ended("lost"), 2.0, 1.0)
         assert job.state == "waiting"
     assert job.change.startswith("back in the queue"), "nobody would know that it begins again"
+    assert "it was back in the queue" in moves.start(job, {"a": 1}, {}, 1.0).change
     job = moves.see(moves.start(job, {"a": 1}, {}, 1.0), ended("lost"), 2.0, 1.0)
     assert (job.state, job.cause, job.token) == ("failed", "lost", moves.MAX_LOST + 1)
     assert moves.requeue(job, 3.0).num_lost == 0
