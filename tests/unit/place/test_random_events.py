@@ -16,6 +16,12 @@ def test_promises_hold_whatever_happens(name, seed):
     drive(POLICIES[name], seed=seed, num_events=150, is_mild=seed % 2 == 0)
 
 
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_promises_hold_where_jobs_share_their_gpus(name):
+    pairs = sum(drive(POLICIES[name], seed=seed, num_events=80, is_shared=True).num_pairs for seed in (0, 3))
+    assert pairs > 10, "they did share"
+
+
 NODES = (Node(name="a", cores=4), Node(name="b", cores=4))
 
 
