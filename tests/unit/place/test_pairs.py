@@ -1,12 +1,18 @@
 """Two jobs on the same GPUs: who shares with whom, what becomes of the other one, and how fast they are."""
 
+import json
+
+import pytest
+
 from shoal.place.cluster import Ask, Cluster, Node, Queued, guests_of
 from shoal.place.decision import Place, Stop, Wait
 from shoal.place.finish import finish_fair
 from shoal.place.policies import POLICIES, first_come, shortest_remaining_first
 from shoal.place.rules import USUAL
 from shoal.place.simulate import Setting, simulate
-from shoal.place.traces.gavel import Speeds, StepsWork
+from shoal.place.traces.gavel import PairSpeeds, Speeds, StepsWork, read_throughputs
+from shoal.place.traces.opening import read_trace
+from shoal.spec.errors import UserError
 
 NODES = (Node(name="fast", kind="v100", gpus=1, cores=4), Node(name="slow", kind="k80", gpus=1, cores=4))
 ONE = NODES[:1]
@@ -107,6 +113,25 @@ def test_finish_leaves_alone_what_all_would_wait_for_in_the_end():
     kept = long.having(pair_rate=rate_of(0.97, 0.7))
     guest = job("short", -4000.0, **{**short, "pair_rate": rate_of(0.7, 0.97)})
     assert isinstance(decide(kept, guest, policy=finish_fair)["short"], Place)
+
+
+def test_speeds_of_pairs_come_from_the_table_and_only_with_as_many_workers(tmp_path):
+    both = {"('a', 1)": {"null": 10.0, "('b', 1)": [8.0, 3.0], "('b', 2)": [9.0, 9.0]}, "('b', 1)": {"null": 4.0}}
+    path = tmp_path / "throughputs.json"
+    path.write_text(json.dumps({"v100": {**both, "('b', 2)": {"null": 5.0}}}))
+    table = read_throughputs(path)
+    a, b, wide = (PairSpeeds(table, name, workers) for name, workers in (("a", 1), ("b", 1), ("b", 2)))
+    assert a(job("b", pair_rate=b), "v100") == (0.8, 0.75)
+    assert a(job("b", pair_rate=b), "k80") is None
+    assert a(job("wide", pair_rate=wide), "v100") is None
+    assert a(job("other", pair_rate=None), "v100") is None
+
+
+def test_a_trace_that_knows_nothing_of_pairs_says_so(tmp_path):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("submitted_at,seconds\n0,1\n")
+    with pytest.raises(UserError, match="how fast two jobs are on the same GPUs"):
+        read_trace(trace, shares_gpus=True)
 
 
 def test_the_simulator_runs_two_at_the_speeds_that_were_measured_and_counts_the_gpu_once():
