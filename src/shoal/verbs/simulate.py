@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--share-gpus",
         action="store_true",
-        help="two jobs may share their GPUs, where this table has their speeds then",
+        help="two jobs may share GPUs, where this table has their speeds then",
     )
     parser.add_argument("--skip-unmeasured", action="store_true", help="leave out jobs that this table does not know")
     parser.add_argument("--plot", metavar="FILE", help="write an SVG: GPUs in use, the queue, completion times")
