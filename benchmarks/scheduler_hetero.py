@@ -21,7 +21,15 @@ from shoal.place.cluster import Ask, Node, Queued
 from shoal.place.policies import POLICIES
 from shoal.place.simulate import Policy, Result, Setting, Work, simulate
 from shoal.place.traces import shockwave
-from shoal.place.traces.gavel import Speeds, StepsWork, Throughputs, read_gavel, read_tabbed, read_throughputs
+from shoal.place.traces.gavel import (
+    PairSpeeds,
+    Speeds,
+    StepsWork,
+    Throughputs,
+    read_gavel,
+    read_tabbed,
+    read_throughputs,
+)
 from shoal.place.traces.shockwave import EpochsWork, read_shockwave
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "sched"
@@ -29,6 +37,7 @@ GAVEL, SHOCKWAVE = DATA / "gavel-osdi20", DATA / "shockwave-nsdi23"
 MIXED = {"v100": 8, "p100": 16, "k80": 24}
 HOUR = 3600.0
 UNFAIR = 1.05
+SHARED = ", two jobs may share a GPU"
 KNOWS_NOTHING = ("fifo", "las", "fair")
 LEAST_MAKESPAN = "least makespan with one job on a GPU, hours"
 LEAST_IN_PAIRS = "least makespan with two jobs on a GPU, hours"
@@ -93,7 +102,13 @@ def tell_fair(result: Result, work: Sequence[EpochsWork], num_gpus: int) -> dict
 
 
 def like_gavel(
-    seed: int, table: Throughputs, *, num_jobs: int, every: float, hours: tuple[float, float]
+    seed: int,
+    table: Throughputs,
+    *,
+    num_jobs: int,
+    every: float,
+    hours: tuple[float, float],
+    shares_gpus: bool = False,
 ) -> list[StepsWork]:
     """Types of the table drawn evenly, hours on a V100 evenly, 70 : 10 : 20 with 1, 2 and 4 workers."""
     draw = random.Random(seed)
@@ -112,6 +127,7 @@ def like_gavel(
             max_workers=workers,
             submitted_at=float(int(at)),
             rate=Speeds(speeds),
+            pair_rate=PairSpeeds(table, name, workers) if shares_gpus else None,
         )
         work.append(StepsWork(queued, speeds, draw.uniform(*hours) * HOUR * speeds["v100"]))
         at += draw.expovariate(1 / every) if every else 0.0
@@ -169,6 +185,9 @@ def on_gavel(names: Sequence[str]) -> dict[str, Any]:
         }
         unknown = read_gavel(path, table, is_length_known=False)
         found[trace]["finish, lengths unknown"] = tell(play(unknown, POLICIES["finish"], MIXED, 360.0))
+        for name in ("las", "finish"):
+            shared = read_gavel(path, table, is_length_known=name not in KNOWS_NOTHING, shares_gpus=True)
+            found[trace][f"{name}{SHARED}"] = tell(play(shared, POLICIES[name], MIXED, 360.0))
     return found
 
 
@@ -269,12 +288,11 @@ def on_others(num_seeds: int) -> dict[str, Any]:
                 found.setdefault(f"like max_min_fairness, {name}", []).append(
                     tell(play(work, POLICIES[name], MIXED, 360.0))
                 )
-            batch = like_gavel(seed, table, num_jobs=100, every=0.0, hours=(0.2, 5.0))
-            told = tell(play(batch, POLICIES["finish"], MIXED, 360.0))
-            told["least_makespan_hours"] = least_makespan(
-                like_gavel(seed, table, num_jobs=100, every=0.0, hours=(0.2, 5.0)), MIXED
-            )
-            found.setdefault("like minimize_makespan, finish", []).append(told)
+            for shares in (False, True):
+                batch = like_gavel(seed, table, num_jobs=100, every=0.0, hours=(0.2, 5.0), shares_gpus=shares)
+                least = least_makespan(batch, MIXED)
+                told = tell(play(batch, POLICIES["finish"], MIXED, 360.0)) | {"least_makespan_hours": least}
+                found.setdefault(f"like minimize_makespan, finish{SHARED if shares else ''}", []).append(told)
             for name in ("srtf", "las", "finish"):
                 fair = like_shockwave(seed, tacc, Path(folder))
                 told = tell_fair(play(fair, POLICIES[name], {"v100": 32}, 120.0), fair, 32)
@@ -318,6 +336,7 @@ def bounds_of(found: dict[str, Any]) -> list[dict[str, Any]]:
     hours = {
         "finish": found["gavel"]["minimize_makespan"]["finish"]["makespan_hours"],
         LEAST_MAKESPAN: here[LEAST_MAKESPAN],
+        f"finish{SHARED}": found["gavel"]["minimize_makespan"][f"finish{SHARED}"]["makespan_hours"],
         LEAST_IN_PAIRS: here[LEAST_IN_PAIRS],
     }
     return [{"Gavel's batch trace": name, "hours": value} for name, value in hours.items()]
@@ -326,9 +345,10 @@ def bounds_of(found: dict[str, Any]) -> list[dict[str, Any]]:
 def checks_of(found: dict[str, Any]) -> list[dict[str, Any]]:
     """The goals, each for one policy."""
     gavel, fair = found["gavel"], found["shockwave"]["finish"]
+    shared = gavel["minimize_makespan"][f"finish{SHARED}"]
     goals = (
         ("Gavel, average hours, las", gavel["max_min_fairness"]["las"]["average_hours"], "≤ 3.5"),
-        ("Gavel, makespan hours, finish", gavel["minimize_makespan"]["finish"]["makespan_hours"], "≤ 17.0"),
+        (f"Gavel, makespan hours, finish{SHARED}", shared["makespan_hours"], "≤ 17.0"),
         ("Shockwave, worst rho, finish", fair["worst"], "≤ 1.6"),
         ("Shockwave, makespan s, finish", fair["makespan"], "≤ 24000"),
         ("Shockwave, average s, finish", fair["average"], "≤ 9700"),

@@ -148,7 +148,10 @@ def guests_of(jobs: Iterable[Queued]) -> dict[str, str]:
     """Who shares the GPUs of whom: guest -> host. Of two jobs on the same GPUs the host is who came first."""
     found: dict[object, Queued] = {}
     guests: dict[str, str] = {}
-    for job in sorted((job for job in jobs if job.pair_rate and job.devices), key=lambda j: (j.submitted_at, j.id)):
+    for job in sorted(
+        (job for job in jobs if job.pair_rate and job.devices and job.ask.gpus >= 1),
+        key=lambda j: (j.submitted_at, j.id),
+    ):
         host = found.setdefault(tuple(sorted(job.devices.items())), job)
         if host is not job:
             guests[job.id] = host.id

@@ -65,31 +65,37 @@ def fill_kinds(
     often as others move.
     """
     shares = any(job.pair_rate is not None for job in order)
-    if not shares and (len({node.kind for node in cluster.nodes}) < 2 or all(job.rate is None for job in order)):
+    is_mixed = len({node.kind for node in cluster.nodes}) > 1 and any(job.rate is not None for job in order)
+    if not is_mixed and not shares:
         return fill(cluster, order, rules=rules, stops_peers=stops_peers)
     sorts = sorts or Sorts(cluster.nodes)
     guests = guests_of(cluster.jobs)
-    leaving = {job.id for job in order if job.id in guests and can_move(cluster, job, rules)}
+    leaving = {job.id for job in order if job.id in guests and can_move(cluster, job, rules) and sorts.kind_now(job)}
     alone = [job for job in order if job.id not in guests or job.id in leaving]
-    kinds = choose_kinds(cluster, alone, rules=rules, stops_peers=stops_peers, sorts=sorts, within=within)
+    kinds: dict[str, str] = {}
+    if is_mixed:
+        kinds = choose_kinds(cluster, alone, rules=rules, stops_peers=stops_peers, sorts=sorts, within=within)
+        leaving &= kinds.keys()
     pairs = pairs_by_gain(cluster, sorts, within) if shares else None
     # Who has a kind goes before who has none: else those who are left out would hold what others were given.
     order = sorted(order, key=lambda job: job.id not in kinds)
     here = {job.id: sorts.kind_now(job) for job in order if job.allocation}
     asked = {job.id: job for job in order}
     elsewhere = functools.cache(lambda name: sorts.elsewhere(asked[name]))
-    views = {job.id: _view(sorts, job, kinds.get(job.id, "")) for job in order}
+    views = {job.id: _bound(sorts, job, kinds.get(job.id, "")) if is_mixed else job for job in order}
     stay: set[str] = set()
     like: Draft | None = None
+    nowhere = {"allocation": {}, "devices": {}, "stopped_at": cluster.now}
     for attempt in range(MAX_TRIES + 1):
         # Whose nodes are all gone is on no kind: it does not move, it starts anew.
         moving = {name for name, now in here.items() if now and kinds.get(name, now) != now} | leaving
         moving -= stay
         if attempt == MAX_TRIES:
             moving = set()
-        seen = [_moving(cluster.now, view) if name in moving else view for name, view in views.items()]
+        seen = [view.having(**nowhere) if name in moving else view for name, view in views.items()]
         shown = replace(cluster, jobs=tuple(seen))
-        walk = walk_through(shown, seen, rules, stops_peers, lambda job: elsewhere(job.id), pairs, like)
+        find = (lambda job: elsewhere(job.id)) if is_mixed else None
+        walk = walk_through(shown, seen, rules, stops_peers, find, pairs, like)
         # Who was to move and found no room keeps its place, and all is looked at again.
         lost = {name for name in moving if name not in walk.draft.held}
         if not lost:
@@ -207,12 +213,7 @@ def can_move(cluster: Cluster, job: Queued, rules: Rules) -> bool:
     return job.is_preemptible and cluster.now - job.changed_at >= pause
 
 
-def _moving(now: float, view: Queued) -> Queued:
-    """One that leaves its nodes for others."""
-    return view.having(allocation={}, devices={}, stopped_at=now)
-
-
-def _view(sorts: Sorts, job: Queued, kind: str) -> Queued:
+def _bound(sorts: Sorts, job: Queued, kind: str) -> Queued:
     """The job as `fill` shall see it: bound to its kind.
 
     Who was left out runs where it runs, or may start on any kind; several workers of one job stay on one kind, if

@@ -17,17 +17,17 @@ class Tuning:
     """What the sizes weigh.
 
     Where most lengths are known or learned, what a job's progress is worth follows from who ends before whom, and
-    speed is thought to grow with the `power` of its workers (`worths`): 1.5 times as fast on twice as many.
+    speed is thought to grow with the `power` of its workers (`worths`): twice as fast on four times as many.
 
     Elsewhere it is (what is thought to be left)^-`urgency`, in seconds on one worker: `lindy` times as much as the
     job got so far, and `fresh_seconds`, as jobs are of all lengths and one that ran long will run long. `bend` below
     1 makes further workers of one job worth less there, for fairness among those of whom nothing is known.
 
     A change of size must pay for its pause within `horizon_seconds`, or `known_horizon_seconds` where lengths are
-    known, about as long as a size lasts (all chosen on drawn workloads); or before the job ends if that is sooner.
+    known, about as long as a size lasts (both chosen on drawn workloads); or before the job ends if that is sooner.
     """
 
-    power: float = 0.6
+    power: float = 0.5
     urgency: float = 0.25
     lindy: float = 1.0
     fresh_seconds: float = 600.0

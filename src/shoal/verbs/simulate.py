@@ -36,6 +36,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--know", default="known", help=f"what is known of lengths: {', '.join(KNOWLEDGE)} (known)")
     parser.add_argument("--profiles", metavar="DIR", help="of Pollux's applications (default: beside its workloads)")
     parser.add_argument("--throughputs", metavar="FILE", help="of Gavel's or Shockwave's jobs (default: beside)")
+    parser.add_argument(
+        "--share-gpus",
+        action="store_true",
+        help="two jobs may share GPUs, where this table has their speeds then",
+    )
     parser.add_argument("--skip-unmeasured", action="store_true", help="leave out jobs that this table does not know")
     parser.add_argument("--plot", metavar="FILE", help="write an SVG: GPUs in use, the queue, completion times")
     parser.add_argument("--json", action="store_true", help="as JSON, job by job")
@@ -61,6 +66,7 @@ def main(argv: list[str]) -> int:
         throughputs=Path(options.throughputs) if options.throughputs else None,
         knowledge=options.know,
         skips_unmeasured=options.skip_unmeasured,
+        shares_gpus=options.share_gpus,
     )
     result = simulate(work, POLICIES[policy], setting, clock=time.perf_counter, on_round=_progress())
     if sys.stderr.isatty():

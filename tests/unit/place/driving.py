@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from shoal.place.cluster import CLASSES, Ask, Cluster, Node, Partition, Queued
+from shoal.place.cluster import CLASSES, Ask, Cluster, Node, Partition, Queued, guests_of
 from shoal.place.decision import Decision, Place, Stop, Wait
 from shoal.place.policies import Policy
 
@@ -27,6 +27,9 @@ class Drive:
     seed: int
     is_mild: bool = False
     """Mild: no caps, one partition, so that every property of order can be checked."""
+    is_shared: bool = False
+    """Jobs want whole GPUs, and most of them may share them."""
+    num_pairs: int = 0
     dice: random.Random = field(init=False)
     now: float = 0.0
     nodes: dict[str, Node] = field(default_factory=dict)
@@ -150,8 +153,25 @@ class Drive:
             is_spread=pick.random() < 0.1,
             needs=frozenset(pick.choice(((), (), ("m1",), ("m2", "d1")))),
         )
+        if self.is_shared:
+            job = self.shared(job)
         self.jobs[job.id] = job
         self.work[job.id] = length
+
+    def shared(self, job: Queued) -> Queued:
+        """One that wants whole GPUs, and most often shares them."""
+        pick = self.dice
+        return replace(
+            job,
+            ask=replace(job.ask, gpus=float(pick.choice((1, 1, 1, 2))), cores=0.5, kinds=frozenset()),
+            min_workers=(workers := pick.choice((1, 1, 2))),
+            max_workers=workers,
+            is_elastic=False,
+            job_class=pick.choice(("training", "training", "training", "serving")),
+            priority=int(pick.random() < 0.1),
+            partition="default" if self.is_mild else pick.choice(("default", "default", "gpu")),
+            pair_rate=together if pick.random() < 0.8 else None,
+        )
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -200,6 +220,11 @@ class Drive:
         return decisions
 
 
+def together(other: Queued, kind: str) -> tuple[float, float] | None:
+    """How fast two jobs are on the same GPUs: on one kind both gain, on the other it was never measured."""
+    return (0.9, 0.8) if kind == "a" else None
+
+
 def is_resize(job: Queued, place: Place) -> bool:
     """An elastic job that keeps at least one of its workers where it is goes on without a restart."""
     return job.is_elastic and bool(set(job.allocation) & set(place.allocation))
@@ -245,6 +270,7 @@ def check_shape(drive: Drive, decisions: list[Decision], before: dict[str, Queue
 def check_capacity(drive: Drive) -> dict[str, dict[str, object]]:
     """Nothing is given out twice; returns what is free."""
     free: dict[str, dict[str, object]] = {}
+    guests = guests_of(drive.jobs.values())
     for node in drive.nodes.values():
         free[node.name] = {
             "cores": round(node.cores * 1000),
@@ -261,6 +287,9 @@ def check_capacity(drive: Drive) -> dict[str, dict[str, object]]:
             devices = job.devices.get(name, ())
             each = max(int(job.ask.gpus), 1) if job.ask.gpus else 0
             assert len(devices) == workers * each, ("devices", job)
+            if job.id in guests:
+                check_pair(drive, job, drive.jobs[guests[job.id]])
+                continue
             for device in devices:
                 room["gpus"][device] -= min(round(job.ask.gpus * 1000), 1000)
     for name, room in free.items():
@@ -269,6 +298,16 @@ def check_capacity(drive: Drive) -> dict[str, dict[str, object]]:
         assert room["disk"] >= 0, name
         assert min(room["gpus"], default=0) >= 0, name
     return free
+
+
+def check_pair(drive: Drive, guest: Queued, host: Queued) -> None:
+    """Two share GPUs only if both may, and where that was measured."""
+    drive.num_pairs += 1
+    assert guest.pair_rate, ("shares and was not asked", guest)
+    assert host.pair_rate, ("shares and was not asked", host)
+    assert guest.ask.gpus == host.ask.gpus >= 1
+    assert guest.partition == host.partition
+    assert all(drive.nodes[name].kind == "a" for name in guest.allocation), ("never measured there", guest)
 
 
 def check_caps(drive: Drive, decisions: list[Decision], before: dict[str, Queued]) -> None:
@@ -302,7 +341,12 @@ def check_stops(drive: Drive, decisions: list[Decision], before: dict[str, Queue
         for decision in decisions
         if isinstance(decision, Place) and drive.jobs[decision.job].num_workers > before[decision.job].num_workers
     ]
+    # Whose turn it is: who waited, and who was a guest and has GPUs of its own now.
+    moved = {item.job for item in decisions if isinstance(item, Place)}
+    guests, still = guests_of(before.values()), guests_of(drive.jobs.values())
+    left = {name for name in guests if name in moved or name not in still}
     starts = [job for job in gained if not before[job.id].allocation]
+    starts += [drive.jobs[name] for name in left if drive.jobs[name].allocation]
     for decision in decisions:
         job = before[decision.job]
         stopped = isinstance(decision, Stop) or (
@@ -315,6 +359,9 @@ def check_stops(drive: Drive, decisions: list[Decision], before: dict[str, Queue
                 is_asked = after.num_workers >= job.max_workers
                 assert starts or is_asked or lost_nodes(drive, job), ("made smaller for nobody", job, decision)
         if not stopped or lost_nodes(drive, job):
+            continue
+        if job.id in left and drive.now - job.changed_at >= max(QUANTUM, 10 * job.stop_seconds):
+            # A guest that moves gains: GPUs of its own, or a better host.
             continue
         assert job.is_preemptible, ("stopped what must not be stopped", job)
         higher = any(tier(other) > tier(job) for other in starts)
@@ -398,9 +445,9 @@ def is_capped(drive: Drive, job: Queued) -> bool:
     )
 
 
-def drive(policy: Policy, seed: int, num_events: int, is_mild: bool = False) -> Drive:
+def drive(policy: Policy, seed: int, num_events: int, is_mild: bool = False, is_shared: bool = False) -> Drive:
     """So many events, a decision after each, everything checked."""
-    run = Drive(policy=policy, seed=seed, is_mild=is_mild)
+    run = Drive(policy=policy, seed=seed, is_mild=is_mild, is_shared=is_shared)
     for number in range(num_events):
         run.event()
         try:

@@ -48,6 +48,16 @@ def test_with_much_waiting_each_kind_takes_those_who_are_best_off_there():
     assert sum(kind == "k80" for kind in chosen.values()) == 4
 
 
+def test_who_would_be_late_elsewhere_chooses_before_who_loses_more_there():
+    long, picky = job("long", k80=0.5, remaining_seconds=900.0), job("picky", k80=0.1, remaining_seconds=50.0)
+    nodes = (Node(name="fast", kind="v100", gpus=1), NODES[1])
+    found = {
+        within: choose_kinds(cluster(long, picky, nodes=nodes), [long, picky], within=within)
+        for within in (1000.0, 2000.0)
+    }
+    assert found == {1000.0: {"long": "v100", "picky": "k80"}, 2000.0: {"long": "k80", "picky": "v100"}}
+
+
 def test_a_kind_on_which_a_job_cannot_run_is_never_given():
     jobs = [job(f"j{number}", k80=0.0) for number in range(4)]
     decisions = fill_kinds(cluster(*jobs), jobs)

@@ -16,6 +16,16 @@ def test_promises_hold_whatever_happens(name, seed):
     drive(POLICIES[name], seed=seed, num_events=150, is_mild=seed % 2 == 0)
 
 
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_promises_hold_where_jobs_share_their_gpus(name):
+    drives = [
+        drive(POLICIES[name], seed=seed, num_events=80, is_mild=is_mild, is_shared=True)
+        for seed, is_mild in ((0, True), (5, False), (7, False))
+    ]
+    pairs = sum(run.num_pairs for run in drives)
+    assert pairs > 10, "they did share"
+
+
 NODES = (Node(name="a", cores=4), Node(name="b", cores=4))
 
 

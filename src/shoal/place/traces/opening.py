@@ -29,18 +29,28 @@ def read_trace(
     throughputs: Path | None = None,
     knowledge: str = "known",
     skips_unmeasured: bool = False,
+    shares_gpus: bool = False,
 ) -> Sequence[Work]:
     """The jobs of a trace file.
 
     `profiles` are those of Pollux's applications, `throughputs` the table of Gavel's or Shockwave's: by default
     beside the trace. `skips_unmeasured` leaves out jobs for which that table has no throughput.
+    `shares_gpus`: two jobs of Gavel's may share their GPUs, where the table has their speeds then.
     """
     is_known = knowledge == "known"
     form = _tabbed_form(path)
+    if shares_gpus and form != "gavel":
+        raise UserError(
+            f"{path} does not say how fast two jobs are on the same GPUs.",
+            why="only Gavel's traces come with a table that has it",
+            hint="leave out --share-gpus",
+        )
     if form:
         table = read_throughputs(throughputs or _table_beside(path))
         if form == "gavel":
-            return read_gavel(path, table, is_length_known=is_known, skips_unmeasured=skips_unmeasured)
+            return read_gavel(
+                path, table, is_length_known=is_known, skips_unmeasured=skips_unmeasured, shares_gpus=shares_gpus
+            )
         return read_shockwave(path, table, is_length_known=is_known)
     columns = set(read_rows(path, ())[0].values)
     if {"application", "num_replicas"} <= columns:
