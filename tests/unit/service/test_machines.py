@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from shoal.cluster import ask_ray
 from shoal.engine.clusters import HEAD
 from shoal.place.cluster import Node
 from shoal.service import machines
@@ -22,7 +23,7 @@ def test_a_machine_that_a_job_was_lost_with_gets_nothing_for_a_while(
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr(machines.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(machines, "ask_other", lambda address, bundles: [told("10.0.0.1"), told("10.0.0.2")])
+    monkeypatch.setattr(ask_ray, "ask_other", lambda address, bundles: [told("10.0.0.1"), told("10.0.0.2")])
     known = Machines(lambda: Node(name=HEAD))
     known._ask_other("10.0.0.1:6379")
     assert [node.is_draining for node in known._usable()] == [False, False]
