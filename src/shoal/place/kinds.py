@@ -236,7 +236,8 @@ def pairs_by_gain(cluster: Cluster, sorts: Sorts, within: float = math.inf) -> P
 
     def choose(guests: Sequence[Queued], hosts: Mapping[str, frozenset[str]]) -> Iterable[tuple[str, str]]:
         jobs = {job.id: job for job in cluster.jobs}
-        able = [*guests, *(jobs[host_id] for host_id in hosts)]
+        # As they were asked for: what a policy is shown here is bound to kinds.
+        able = [jobs[name] for name in (*(guest.id for guest in guests), *hosts)]
         costs, speeds = costs_of(cluster, sorts), {job.id: sorts.speeds_of(job) for job in able}
         work = dict(zip((job.id for job in able), _work(able).tolist(), strict=True))
         by_size: dict[int, list[Queued]] = {}
