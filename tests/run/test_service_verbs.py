@@ -58,6 +58,9 @@ def test_from_up_to_done(say, tmp_path):
     jobs = say("submit", "--hold", "--array", 3, "--priority", 7, "--after", 1, "--json", "hello.py")["jobs"]
     assert jobs == [2, 3, 4]
     assert "held" in say("queue")
+    told = say("queue", "--state", "held", "--json")
+    assert (told["total"], told["counts"]["held"]) == (3, 3)
+    assert "is not the number of a job" in say("cancel", "hello", code=2)
     assert say("queue", 3, "--json")["priority"] == 7
     assert "cancelled" in say("cancel", "3-4")
     assert "resized" in say("resize", "2", "-n", "2")

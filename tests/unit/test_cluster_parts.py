@@ -187,7 +187,7 @@ def test_the_same_versions_go_together():
         ("ray", "2.61.0", ["2.60.0 here", "'ray[default]==2.61.0'"]),
         ("torch", "2.12.1+cu130", ["2.13.0+cpu here", "'torch==2.12.1'"]),
         ("torch", "none", ["none on anna", "install on anna what it lacks"]),
-        ("shoal", "0.4.0", ["'shoal==0.4.0'"]),
+        ("shoal", "0.4.0", ["install shoal 0.4.0 here, from where anna has it"]),
     ],
 )
 def test_other_versions_are_named_on_both_sides(name, version, words):

@@ -61,11 +61,13 @@ def check_versions(here: Mapping[str, str], there: Mapping[str, str], head: str)
     wanted = [
         f"{'ray[default]' if name == 'ray' else name}=={there[name].partition('+')[0]}"
         for name in wrong
-        if name != "python" and there.get(name, NONE) != NONE
+        if name not in ("python", "shoal") and there.get(name, NONE) != NONE
     ]
     hints = []
     if "python" in wrong:
         hints.append(f"make an environment with Python {_essence('python', there.get('python', NONE))}")
+    if "shoal" in wrong and there.get("shoal", NONE) != NONE:
+        hints.append(f"install shoal {there['shoal']} here, from where {head} has it")
     if wanted:
         hints.append("here: `pip install " + " ".join(f"'{each}'" for each in wanted) + "`")
     if any(there.get(name, NONE) == NONE for name in wrong):

@@ -21,6 +21,7 @@ from shoal.engine.greeting import GRPC, Greeting, greet
 from shoal.engine.grounds import amount
 from shoal.engine.machine import route_to
 from shoal.engine.wire import Invitation
+from shoal.spec.amounts import gib
 from shoal.spec.errors import UserError
 
 PROBE_SECONDS = 5.0
@@ -536,7 +537,7 @@ def count_fitting(nodes: Sequence[Mapping[str, Any]], request: Request) -> int:
 
 def _tell(resources: Mapping[str, float]) -> str:
     parts = [
-        f"{amount / 2**30:.3g} GiB of memory" if name == "memory" else f"{amount:g} {name}"
+        f"{gib(amount)} of memory" if name == "memory" else f"{amount:g} {name}"
         for name, amount in sorted(resources.items())
         if _is_telling(name)
     ]

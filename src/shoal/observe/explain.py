@@ -250,7 +250,7 @@ def describe(data: Mapping[str, Any]) -> str:
     """The data of an event in one line: its message where it has one, else its values."""
     if "message" in data:
         return one_line(data["message"])
-    return one_line(", ".join(f"{name} {_short(value)}" for name, value in data.items()))[:200]
+    return one_line(", ".join(f"{name} {_short(value)}" for name, value in data.items() if value is not None))[:200]
 
 
 def _short(value: Any) -> str:

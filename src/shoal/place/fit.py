@@ -21,6 +21,7 @@ from shoal.place.space import (
     state_after,
 )
 from shoal.place.states import Numbered, States
+from shoal.spec import amounts
 from shoal.spec.errors import UserError
 
 Links = Mapping[tuple[str, str], float]
@@ -418,10 +419,10 @@ def could_ever_fit(cluster: Cluster, job: Queued) -> UserError | None:
 def describe(job: Queued) -> str:
     """What one worker asks for, in words."""
     ask = job.ask
-    parts = [f"{ask.cores:g} cores"] if ask.cores else []
-    parts += [f"{ask.memory_bytes / 2**30:.3g} GiB of memory"] if ask.memory_bytes else []
-    parts += [f"{ask.gpus:g} GPU{'s' if ask.gpus > 1 else ''}"] if ask.gpus else []
-    parts += [f"{ask.disk_bytes / 2**30:.3g} GiB of disk"] if ask.disk_bytes else []
+    parts = [amounts.cores(ask.cores)] if ask.cores else []
+    parts += [f"{amounts.gib(ask.memory_bytes)} of memory"] if ask.memory_bytes else []
+    parts += [amounts.gpus(ask.gpus)] if ask.gpus else []
+    parts += [f"{amounts.gib(ask.disk_bytes)} of disk"] if ask.disk_bytes else []
     return ", ".join(parts) or "nothing"
 
 
@@ -435,7 +436,7 @@ def _largest(nodes: Sequence[Node], need: Need) -> str:
         return sum(part < 1 for part in parts), -min(parts, default=1.0)
 
     node = min(nodes, key=short)
-    parts = [f"{node.cores:g} cores", f"{node.memory_bytes / 2**30:.3g} GiB of memory"]
-    parts += [f"{node.gpus} GPUs"] if node.gpus or need.gpu else []
-    parts += [f"{node.disk_bytes / 2**30:.3g} GiB of disk"] if need.disk else []
+    parts = [amounts.cores(node.cores), f"{amounts.gib(node.memory_bytes)} of memory"]
+    parts += [amounts.gpus(node.gpus)] if node.gpus or need.gpu else []
+    parts += [f"{amounts.gib(node.disk_bytes)} of disk"] if need.disk else []
     return ", ".join(parts) + f" ({node.name})"

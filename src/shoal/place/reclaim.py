@@ -8,6 +8,7 @@ from shoal.place.decision import Decision, Lower, Stop, Wait
 from shoal.place.fit import zones_of
 from shoal.place.rules import USUAL, is_due, tier_of
 from shoal.place.waiting import waits_for_memory
+from shoal.spec.amounts import gib
 
 IDLE_PART = 0.5
 """Whoever could do with less than this part of what they reserved is asked."""
@@ -53,7 +54,7 @@ def reclaim(
 
 
 def _lower(giver: Queued, keep: int, peak: int, job: Queued) -> Lower:
-    used, had, left = (f"{each / 2**30:.3g} GiB" for each in (peak, giver.ask.memory_bytes, keep))
+    used, had, left = (gib(each) for each in (peak, giver.ask.memory_bytes, keep))
     why = f"a worker of it uses {used} of {had}, and goes on with {left}: job {job.id} waits for memory"
     return Lower(job=giver.id, memory_bytes=keep, why=why)
 

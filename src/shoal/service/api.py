@@ -180,7 +180,7 @@ class Api:
         jobs = list(shared.known.jobs.values())
         counts: dict[str, int] = {}
         for job in jobs:
-            counts[job.state] = counts.get(job.state, 0) + 1
+            counts[job.shown_state] = counts.get(job.shown_state, 0) + 1
         if params.get("all") == "1":
             jobs += await asyncio.to_thread(lambda: shared.reader.over(limit, owner))
         found = [job for job in jobs if _fits(job, owner, state, search.casefold())]
@@ -295,7 +295,7 @@ def _plain(value: Any) -> dict[str, Any]:
 
 
 def _fits(job: Job, owner: str, state: str, search: str) -> bool:
-    if (owner and job.owner != owner) or (state and job.state != state):
+    if (owner and job.owner != owner) or (state and job.shown_state != state):
         return False
     return not search or search in f"{job.number} {job.asked.name} {job.owner}".casefold()
 

@@ -9,7 +9,7 @@ from typing import Any
 from shoal.engine.fit import parse_bytes
 from shoal.observe.clean import clean
 from shoal.place.cluster import CLASSES
-from shoal.service.job import Asked, parse_numbers
+from shoal.service.job import Asked, check_gpus, parse_numbers
 from shoal.service.settings import parse_duration
 from shoal.spec.errors import UserError
 from shoal.verb_parser import unknown
@@ -151,7 +151,7 @@ def read_asked(row: Mapping[str, Any]) -> Asked:
         cores=_number(row, "cores", 1.0, 100_000.0),
         memory_bytes=_size(row, "memory"),
         disk_bytes=_size(row, "disk"),
-        gpus=_number(row, "gpus", 0.0, 100_000.0),
+        gpus=_gpus(row, most),
         kinds=tuple(_texts(row, "kinds", 20, MAX_TEXT)),
         data=tuple(dict.fromkeys(_data(row, folder))),
         time_limit_seconds=_time(row),
@@ -207,6 +207,12 @@ def parse_workers(value: Any) -> tuple[int | None, int]:
 def check_partition(asked: Asked, names: Collection[str]) -> None:
     if asked.partition not in names:
         raise unknown(asked.partition[:60], "partition", names, f"there are: {', '.join(sorted(names))}")
+
+
+def _gpus(row: Mapping[str, Any], num_workers: int) -> float:
+    gpus = _number(row, "gpus", 0.0, 100_000.0)
+    check_gpus(gpus, num_workers)
+    return gpus
 
 
 def _flag(row: Mapping[str, Any], name: str, default: bool) -> bool:

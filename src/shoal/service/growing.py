@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from shoal.place.cluster import Ask, Cluster, Node
 from shoal.place.decision import Wait
+from shoal.spec import amounts
 
 if TYPE_CHECKING:
     from shoal.place.draft import Draft
@@ -168,7 +169,7 @@ def tell_waits(waits: Mapping[int, Wait], hope: Hope, growth: Mapping[str, Growt
 
 
 def _describe(group: str, count: int, node: Node) -> str:
-    has = [f"{node.cores:g} core{'s' * (node.cores != 1)}"]
-    has += [f"{node.gpus} GPU{'s' * (node.gpus != 1)}"] if node.gpus else []
-    has += [f"{node.memory_bytes / 2**30:.3g} GiB of memory"] if node.memory_bytes else []
+    has = [amounts.cores(node.cores)]
+    has += [amounts.gpus(node.gpus)] if node.gpus else []
+    has += [f"{amounts.gib(node.memory_bytes)} of memory"] if node.memory_bytes else []
     return f"{count} more node{'s' * (count != 1)} of {group!r} ({', '.join(has)})"

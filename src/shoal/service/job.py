@@ -145,6 +145,11 @@ class Job:
         return self.asked.memory_bytes if self.lowered_bytes is None else self.lowered_bytes
 
     @property
+    def shown_state(self) -> str:
+        """The state as people are told it: whoever waits and may not start is held."""
+        return "held" if self.is_held and self.state == WAITING else self.state
+
+    @property
     def is_over(self) -> bool:
         return self.state in OVER
 
@@ -155,6 +160,19 @@ class Job:
     @property
     def account(self) -> str:
         return self.asked.account or self.owner
+
+
+def check_gpus(gpus: float, num_workers: int) -> None:
+    """Raise UserError but for whole GPUs, or for a single worker a part of one."""
+    if gpus > 1 and not float(gpus).is_integer():
+        why = "a worker has whole GPUs, or a part of one"
+        raise UserError(f"{gpus:g} GPUs a worker are refused.", why=why, hint="for example: 2, or 0.5")
+    if 0 < gpus < 1 and num_workers > 1:
+        raise UserError(
+            f"{num_workers} workers with {gpus:g} of a GPU each are refused.",
+            why="they could come to share one, and NCCL does not let two workers of a job use the same GPU",
+            hint="ask for 1 GPU a worker, or for 1 worker; `--array` makes many jobs of one worker",
+        )
 
 
 def ask_of(asked: Asked, memory_bytes: int | None = None) -> Ask:

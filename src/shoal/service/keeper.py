@@ -31,7 +31,8 @@ from shoal.service.folders import newest_token, read, take_lock, write, write_re
 from shoal.service.launching import Launcher, adopt_orphans, bury_orphans, command_of, launch
 from shoal.service.orders import CAUSE_OF, Orders, gpus_here, orders_of
 from shoal.service.processes import MARK, children_of_all, descendants, kill_marked, memory_of, workers_of
-from shoal.service.verdict import Facts, gib, judge
+from shoal.service.verdict import Facts, judge
+from shoal.spec.amounts import gib
 from shoal.spec.errors import UserError
 
 LOOK_SECONDS = 0.05

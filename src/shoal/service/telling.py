@@ -26,7 +26,7 @@ def tell_job(
         "job": job.number,
         "name": asked.name,
         "owner": job.owner,
-        "state": "held" if job.is_held and job.state == "waiting" else job.state,
+        "state": job.shown_state,
         "why": _why(job, wait),
         "position": wait.position if wait and not is_active else 0,
         "eta_seconds": wait.eta_seconds if wait and not is_active else None,

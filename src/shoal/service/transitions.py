@@ -14,6 +14,7 @@ from shoal.service.job import (
     WAITING,
     Asked,
     Job,
+    check_gpus,
 )
 from shoal.spec.errors import UserError
 
@@ -103,6 +104,7 @@ def resize(job: Job, least: int | None, most: int) -> Job:
         raise UserError(f"At least {least} workers and at most {most} is no range.", hint="for example: `-n 2:8`")
     if not job.asked.is_elastic:
         least = most
+    check_gpus(job.asked.gpus, most)
     return replace(job, min_workers=least, max_workers=most)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.service.orders import CAUSE_OF, Orders
+from shoal.spec.amounts import gib
 
 _TOLD_TO_END = (
     *(-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGKILL),
@@ -69,7 +70,3 @@ def _tell_memory(orders: Orders, facts: Facts) -> dict[str, str]:
         "message": f"Job {orders.job} ran out of memory: {used}, and asked for {gib(orders.memory_bytes)} a worker.",
         "hint": "ask for more memory, or use a smaller batch or more workers",
     }
-
-
-def gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.3g} GiB"

@@ -1,5 +1,6 @@
 """Verbs of jobs in the queue: `queue`, `cancel`, `hold`, `release`, `requeue`, `resize`."""
 
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -208,7 +209,12 @@ def cancel(argv: Sequence[str]) -> int:
         name = next(text for text in options.jobs if options.address is not None or not is_job(text))
         raise UserError(f"{name!r} is not the number of a job.", hint="name one run, or jobs by their numbers")
     from shoal.cluster import submitted
+    from shoal.engine.clusters import cluster_folder, read_cluster
+    from shoal.service.places import find_login
 
+    is_alone = options.address is None and read_cluster(cluster_folder()) is None and "RAY_ADDRESS" not in os.environ
+    if is_alone and find_login() is not None:
+        raise UserError(f"{options.jobs[0][:60]!r} is not the number of a job.", hint="`shoal queue` shows them")
     return submitted.cancel(options.jobs[0], options.address, as_json=options.json)
 
 

@@ -113,6 +113,21 @@ def test_a_job_that_never_fits_is_told_the_largest_that_would():
     with_disk = tuple(replace(node, disk_bytes=10 * GIB) for node in NODES)
     assert _never(read(disk="9G", workers=2).jobs[0], with_disk, Settings()) is None
     assert "10 GiB of disk" in str(_never(read(disk="11G").jobs[0], with_disk, Settings()).hint)
+    huge = _never(read(memory="900T").jobs[0], NODES, Settings())
+    assert huge.why == "it needs 1 core, 921,600 GiB of memory"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "workers", "words"),
+    [(0.5, 2, "share one"), (0.5, "1:4", "share one"), (1.5, 1, "whole GPUs"), (0.5, 1, ""), (2, 4, ""), (0, 4, "")],
+)
+def test_a_part_of_a_gpu_is_for_a_job_of_one_worker(gpus, workers, words):
+    if not words:
+        assert read(gpus=gpus, workers=workers).jobs[0].gpus == gpus
+        return
+    with pytest.raises(UserError) as caught:
+        read(gpus=gpus, workers=workers)
+    assert words in str(caught.value.why)
 
 
 def test_settings_say_in_which_line_they_are_wrong():

@@ -105,6 +105,8 @@ def test_people_are_told_why_not():
         moves.resize(running(replace(ASKED, is_elastic=False)), None, 3)
     with pytest.raises(UserError, match="no range"):
         moves.resize(running(), 5, 3)
+    with pytest.raises(UserError, match="of a GPU each"):
+        moves.resize(new(replace(ASKED, gpus=0.5, max_workers=1)), 1, 2)
     assert moves.cancel(done, "late", 1.0, 1.0) is done
 
 
