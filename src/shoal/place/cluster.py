@@ -117,7 +117,7 @@ class Queued:
 
     @property
     def num_workers(self) -> int:
-        return sum(self.allocation.values())
+        return sum(self.allocation.values()) if self.allocation else 0
 
     def having(self, **changes: object) -> "Queued":
         """What `dataclasses.replace` gives, in a tenth of its time: each decision makes some of every job."""

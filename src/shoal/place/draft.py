@@ -174,7 +174,7 @@ class Draft:
         self._count(self.jobs[job_id], -sum(workers for workers, _ in part.values()))
 
     def num_workers(self, job_id: str) -> int:
-        return sum(workers for workers, _ in self.held.get(job_id, {}).values())
+        return sum([workers for workers, _ in self.held.get(job_id, {}).values()])
 
     def split(self, job_id: str, keep: int) -> tuple[Held, Held]:
         """A job's workers in two parts: `keep` of them, on the nodes where most are, and the others."""

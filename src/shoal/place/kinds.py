@@ -102,6 +102,7 @@ def fill_kinds(
             break
         stay |= lost
         like = walk.draft
+    walk.grow()
     told = [_told(item, asked[item.job], sorts) if item.job in moving else item for item in walk.decisions()]
     return [item for item in told if item is not None]
 

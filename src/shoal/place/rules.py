@@ -90,7 +90,9 @@ def fill(
     `patience_seconds`. `elsewhere` are kinds of nodes on which a job may run when there is no room on those it names.
     `pairs` says who of those who still wait shares the GPUs of whom.
     """
-    return walk_through(cluster, order, rules, stops_peers, elsewhere, pairs).decisions()
+    walk = walk_through(cluster, order, rules, stops_peers, elsewhere, pairs)
+    walk.grow()
+    return walk.decisions()
 
 
 def walk_through(
@@ -102,8 +104,8 @@ def walk_through(
     pairs: "Pairs | None" = None,
     like: Draft | None = None,
 ) -> "Walk":
-    """As `fill`, up to where the decisions can be told. `like` is the draft of a walk through the same jobs and
-    nodes, of which not all ran where they run now."""
+    """As `fill`, up to where all who run have what they need at least. `like` is the draft of a walk through the same
+    jobs and nodes, of which not all ran where they run now."""
     walk = Walk(cluster, order, rules, stops_peers, like)
     walk.serve_owners()
     walk.serve_borrowers()
@@ -112,7 +114,6 @@ def walk_through(
         walk.pair_up(pairs)
     if elsewhere is not None:
         walk.spill(elsewhere)
-    walk.grow()
     return walk
 
 
