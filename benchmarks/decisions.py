@@ -1,7 +1,7 @@
 """How long a decision takes, placement included: every policy, small busy clusters and 10,000 nodes and jobs.
 
 Jobs ask for all sorts of things, on nodes of two kinds, and three in ten are elastic, with models of their speed
-fitted to observations, as the service has them. Of 64 GPUs there is also the plain case: nodes of one kind, whole
+fitted to observations, as the service has them. There is also the plain case: nodes of one kind, whole
 GPUs, and nothing known of speeds.
 """
 
@@ -29,6 +29,7 @@ NEEDS = tuple(
 SIZES = {
     "64 GPUs, 160 jobs, plain": (16, 4, 160, 200),
     "64 GPUs, 160 jobs": (16, 4, 160, 200),
+    "10,000 nodes, 10,000 jobs, plain": (10_000, 8, 10_000, 12),
     "10,000 nodes, 10,000 jobs": (10_000, 8, 10_000, 12),
 }
 """Nodes, GPUs on each, jobs, and how many decisions are timed."""

@@ -134,6 +134,7 @@ class Sorts:
         self.tables = {name: space.table() for name, space in self.spaces.items()}
         self.known: dict[tuple[Ask, str, int], frozenset[str]] = {}
         self.speeds: dict[tuple[str, int], dict[str, float]] = {}
+        self.bound: dict[tuple[Ask, str], Ask] = {}
         self.alike: dict[tuple[str, frozenset[str]], dict[str, float]] = {}
         self.widths: dict[str, dict[str, tuple[int, int]]] = {}
         """Partition -> kind -> GPUs and cores of its largest node."""
@@ -152,6 +153,14 @@ class Sorts:
             if workers and name in self.kind_of:
                 kinds[self.kind_of[name]] = kinds.get(self.kind_of[name], 0) + workers
         return max(kinds, key=lambda kind: (kinds[kind], kind), default="")
+
+    def on(self, ask: Ask, kind: str) -> Ask:
+        """The same on nodes of this kind."""
+        key = ask, kind
+        found = self.bound.get(key)
+        if found is None:
+            found = self.bound[key] = ask.on(frozenset({kind}))
+        return found
 
     def alone(self, job: Queued) -> frozenset[str]:
         """Kinds of its partition on which all its workers would fit together, were nothing else running."""
@@ -221,7 +230,7 @@ def _bound(sorts: Sorts, job: Queued, kind: str) -> Queued:
     there is one that has room for all.
     """
     if kind:
-        return job.having(ask=job.ask.on(frozenset({kind})))
+        return job.having(ask=sorts.on(job.ask, kind))
     speeds = sorts.speeds_of(job)
     able = {name for name, speed in speeds.items() if speed > 0}
     if job.allocation or not able:
@@ -381,10 +390,11 @@ class _Pool:
         return placed
 
     def _row(self, job: Queued, kinds: Sequence[str], now: str) -> list[float]:
-        alone = self.sorts.alone(job)
-        speeds = {kind: speed for kind, speed in self.sorts.speeds_of(job).items() if kind in alone}
-        stays = MOVE_GAIN if job.stop_seconds > 0 else 1.0
-        return [speeds.get(kind, 0.0) * (stays if kind == now else 1.0) for kind in kinds]
+        alone, speeds = self.sorts.alone(job), self.sorts.speeds_of(job)
+        row = [speeds.get(kind, 0.0) if kind in alone else 0.0 for kind in kinds]
+        if now in kinds and job.stop_seconds > 0:
+            row[kinds.index(now)] *= MOVE_GAIN
+        return row
 
 
 def pick_kinds(speeds: Floats, sizes: Floats, work: Floats, room: Floats, within: float = math.inf) -> list[int]:
