@@ -154,12 +154,13 @@ class Service:
         self.count += 1
         least = pick.choice((1, 1, 1, 2, 4))
         is_elastic = pick.random() < 0.4
+        most = least * pick.choice((1, 2, 4)) if is_elastic else least
         asked = Asked(
             run_args=("t.py",),
             name="t",
             working_dir="/",
             min_workers=least,
-            max_workers=least * pick.choice((1, 2, 4)) if is_elastic else least,
+            max_workers=most,
             is_elastic=is_elastic,
             job_class=pick.choice(CLASSES),
             priority=pick.choice((0, 0, 0, 1)),
@@ -168,7 +169,7 @@ class Service:
             cores=pick.choice((0.5, 1.0, 2.0, 4.0)),
             memory_bytes=pick.choice((0, 1, 4)) * GIB,
             disk_bytes=pick.choice((0, 0, 10)) * GIB,
-            gpus=pick.choice((0.0, 0.0, 0.25, 0.3, 0.5, 1.0, 1.0, 2.0)),
+            gpus=pick.choice((0.0, 0.25, 0.3, 0.5, 1.0, 2.0) if most == 1 else (0.0, 1.0, 1.0, 2.0)),
             kinds=pick.choice(((), (), (), ("a",), ("b",))),
             time_limit_seconds=pick.choice((None, 7200.0)),
             is_preemptible=pick.random() < 0.85,
@@ -210,7 +211,9 @@ class Service:
                     self.see(job, Seen(state="ended", cause="lost"))
 
     def resize(self) -> None:
-        able = [job for job in self.jobs.values() if not job.is_active or job.asked.is_elastic]
+        # With a part of a GPU a job has one worker.
+        able = [job for job in self.jobs.values() if not 0 < job.asked.gpus < 1]
+        able = [job for job in able if not job.is_active or job.asked.is_elastic]
         if able:
             job = self.dice.choice(able)
             least = job.min_workers if job.is_active else self.dice.choice((1, 2, 4))
