@@ -166,7 +166,8 @@ def may_be_stopped(num_preempted: int, *budgets: int | None) -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Everything at one moment. `shares` are weights of accounts ("lab", "lab/alice"), 1 where none is given;
-    `usage` what they used lately, in worker-seconds, decayed.
+    `usage` what they used lately, in worker-seconds, decayed. `quotas` are how many workers a person may use at once
+    in all partitions together; who is not named there may use any number.
 
     `links` is the measured rate between two nodes in bytes a second, where it was measured.
     """
@@ -177,5 +178,6 @@ class Cluster:
     partitions: Mapping[str, Partition] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
     usage: Mapping[str, float] = field(default_factory=dict)
+    quotas: Mapping[str, int] = field(default_factory=dict)
     links: Mapping[tuple[str, str], float] = field(default_factory=dict)
     round_seconds: float = 60.0

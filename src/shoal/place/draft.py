@@ -28,6 +28,8 @@ class Draft:
     may be taken away for the job at hand, and is made when somebody first needs it. `adopted` is what jobs held
     before anything was decided, as far as that is what they were said to have.
 
+    `uses` are what each person has in a partition, and `in_use` their workers in all of them.
+
     `exposed` says, job by job, what of it is in `reach` only. `why` are the reasons for changes, job by job.
 
     Two jobs can share the same GPUs: the host holds them, its guest only what it needs besides. `guests` are
@@ -44,6 +46,7 @@ class Draft:
     exposed: dict[str, Held] = field(default_factory=dict)
     by_node: dict[int, list[str]] = field(default_factory=dict)
     uses: dict[tuple[str, str], Use] = field(default_factory=dict)
+    in_use: dict[str, int] = field(default_factory=dict)
     totals: dict[str, tuple[int, int]] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
     adopted: dict[str, Held] = field(default_factory=dict)
@@ -239,6 +242,7 @@ class Draft:
         use.workers += workers
         use.cores += workers * need.cores
         use.gpus += workers * need.gpu
+        self.in_use[job.owner] = self.in_use.get(job.owner, 0) + workers
 
 
 def draft_of(cluster: Cluster, like: Draft | None = None) -> Draft:

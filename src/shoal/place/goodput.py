@@ -140,7 +140,8 @@ def _budgets(walk: Walk, jobs: Sequence[Queued]) -> dict[str, int]:
         return {}
     first = jobs[0]
     rules, need = draft.partitions[first.partition], draft.needs[first.id]
-    if rules.max_workers_per_user is None and rules.max_user_share >= 1.0:
+    quotas = draft.cluster.quotas
+    if rules.max_workers_per_user is None and rules.max_user_share >= 1.0 and not quotas:
         return {}
     own: dict[str, int] = {}
     for job in jobs:
@@ -150,6 +151,8 @@ def _budgets(walk: Walk, jobs: Sequence[Queued]) -> dict[str, int]:
     for owner, has in own.items():
         use = draft.uses.get((first.partition, owner))
         limits = [10**9]
+        if owner in quotas:
+            limits.append(quotas[owner] - (draft.in_use.get(owner, 0) - has))
         if rules.max_workers_per_user is not None:
             limits.append(rules.max_workers_per_user - ((use.workers if use else 0) - has))
         if rules.max_user_share < 1.0:

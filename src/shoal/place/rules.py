@@ -447,6 +447,9 @@ class Walk:
         cap = rules.max_workers_per_job
         if cap is not None and draft.num_workers(job.id) + more > cap:
             return f"partition {rules.name!r} allows a job {cap} workers"
+        quota = self.cluster.quotas.get(job.owner)
+        if quota is not None and draft.in_use.get(job.owner, 0) + more > quota:
+            return f"{job.owner} may use no more workers at once"
         cap = rules.max_workers_per_user
         if cap is None and rules.max_user_share >= 1.0:
             return ""

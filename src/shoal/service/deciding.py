@@ -162,6 +162,8 @@ def cluster_of(
     """
     jobs = list(jobs)
     used = _workers_in_use(jobs)
+    ending = _workers_in_use(job for job in jobs if job.wish == "cancel")
+    quotas = {name: person.max_workers for name, person in people.items() if person.max_workers is not None}
     shown = []
     for job in jobs:
         if job.wish == "cancel":
@@ -179,6 +181,7 @@ def cluster_of(
         partitions=settings.partitions,
         shares=settings.shares,
         usage=usage,
+        quotas={name: quota - ending.get(name, 0) for name, quota in quotas.items()},
         links=links,
         round_seconds=settings.round_seconds,
     )

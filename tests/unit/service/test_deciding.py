@@ -171,6 +171,22 @@ def test_what_stopping_cost_makes_turns_longer():
 # --- what is done
 
 
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_policy_counts_what_a_person_has_in_all(policy):
+    """One that did not would stop others for jobs that then cannot start, again and again."""
+    more = {"max_workers": 3, "is_elastic": True}
+    jobs = [job(1), job(2, **more), job(3), job(4), job(5, owner="ben"), begun(6, {"b": 1})]
+    jobs[3] = replace(begun(4, {"a": 1}), wish="cancel")
+    people = {"ann": Person(name="ann", max_workers=4)}
+    cluster = cluster_of(jobs, NODES, Settings(), people, {}, {}, {}, 0.0)
+    decisions = POLICIES[policy](cluster)
+    placed = {each.job: sum(each.allocation.values()) for each in decisions if isinstance(each, Place)}
+    assert placed.pop("5") == 1
+    assert sum(placed.values()) == 2  # one runs, another is being ended
+    waits = [each.why for each in decisions if isinstance(each, Wait)]
+    assert set(waits) == {"ann may use no more workers at once"}
+
+
 def test_two_starts_never_share_a_core_and_a_quota_holds():
     jobs = {1: job(1, min_workers=3), 2: job(2, min_workers=3)}
     todo, _, promised = can_do([place(1, a=3), place(2, a=3)], jobs, NODES, {})
