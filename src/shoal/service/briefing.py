@@ -14,6 +14,7 @@ def orders_for(job: Job, settings: Settings, engine: str, addresses: Mapping[str
     asked = job.asked
     args = asked.run_args if engine == "local" else (*_on_ray(job, settings, addresses), *asked.run_args)
     limit = asked.time_limit_seconds
+    least, most = job.span or (job.min_workers, job.max_workers)
     return Orders(
         job=str(job.number),
         token=job.token,
@@ -22,8 +23,8 @@ def orders_for(job: Job, settings: Settings, engine: str, addresses: Mapping[str
         env=env_of(job),
         run_name=job.run_name,
         is_resumed=job.has_run,
-        min_workers=job.min_workers,
-        max_workers=job.max_workers,
+        min_workers=least,
+        max_workers=most,
         num_workers=job.num_reserved,
         allocation=dict(job.allocation),
         devices=dict(job.devices),

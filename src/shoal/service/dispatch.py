@@ -104,14 +104,15 @@ class Dispatcher:
             self._turn_safely()
 
     def _turn_safely(self) -> None:
+        trouble = ""
         try:
             self.turn()
         except Exception as error:  # whatever it is, the others' jobs must go on
-            traceback.print_exc(file=sys.stderr)
-            self._problem("dispatcher", f"{type(error).__name__}: {error}")
+            trouble = f"{type(error).__name__}: {error}"
+            if self._shared.problems.get("dispatcher") != trouble:
+                traceback.print_exc(file=sys.stderr)
             time.sleep(LOOK_SECONDS)
-        else:
-            self._problem("dispatcher", "")
+        self._problem("dispatcher", trouble)
 
     def turn(self) -> None:
         """Look at everything once, and decide where something has changed, or may with time."""
@@ -140,13 +141,17 @@ class Dispatcher:
     def _look(self) -> None:
         """See what became of attempts, tell keepers what they do not know yet, and write down what changed."""
         seen: dict[int, Any] = {}
+        trouble = ""
         for job in list(self._shared.known.active.values()):
             found = self._keeper.look(self._folder, str(job.number), job.token)
             if job.state == STARTING and _never_began(found) and self._is_due(job):
                 self._start(job)
                 found = self._keeper.look(self._folder, str(job.number), job.token)
             elif found.state in ("starting", "running"):
-                self._tell(job, found)
+                try:
+                    self._tell(job, found)
+                except ShoalError as error:  # the others' keepers are to hear what they are told all the same
+                    trouble = f"job {job.number}: {error.message} {error.why}".strip()
             if found.state == "ended" and found.machine:
                 self._machines.doubt(found.machine)
                 self._shared.machines = self._machines.now(self._shared.settings.ray_address)
@@ -160,6 +165,7 @@ class Dispatcher:
                     job.token,
                 )
         self._shared.seen = seen
+        self._problem("keepers", trouble)
         active = {(job.number, job.token) for job in list(self._shared.known.active.values())}
         self._told = {key: told for key, told in self._told.items() if key in active}
         self._started = {key: at for key, at in self._started.items() if key in active}

@@ -68,6 +68,9 @@ class Job:
     `allocation` is what is reserved for it; while it shrinks, `target` is what will be left of that. `node_kinds` are
     the kinds of those nodes, `kind_seconds` how long it ran on each kind.
 
+    `span` is the fewest and the most workers that the attempt under way can have, as it was started. While it runs,
+    `min_workers` and `max_workers` stay within that.
+
     `num_stops` counts attempts that were stopped and went on later, `num_preempted` how often it was stopped for
     others. `stop_seconds` is what that cost when it was measured last: from the order to stop until the attempt was
     over (`stopping_seconds`), and from the next start until it came further than before (`last_step`).
@@ -93,6 +96,7 @@ class Job:
     target_devices: Mapping[str, tuple[int, ...]] = field(default_factory=_nothing)
     min_workers: int = 1
     max_workers: int = 1
+    span: tuple[int, int] | None = None
     submitted_at: float = 0.0
     changed_at: float = 0.0
     accrued_at: float = 0.0

@@ -93,10 +93,12 @@ def requeue(job: Job, now: float) -> Job:
 
 
 def resize(job: Job, least: int | None, most: int) -> Job:
-    """Other bounds for its workers. One that runs must be elastic, and is brought within them."""
+    """Other bounds for its workers. One that runs must be elastic, and is brought within them; it cannot leave those
+    that it was started with. For one that is being stopped they are those of its next start."""
     if job.is_over:
         raise _cannot(job, "be resized", "submit it again with another -n")
-    if job.is_active and not job.asked.is_elastic:
+    runs = job.is_active and not job.wish
+    if runs and not job.asked.is_elastic:
         hint = f"submit it with a range, such as `-n 1:{max(most, 2)}`; or `shoal requeue {job.number}` first"
         raise UserError(f"Job {job.number} runs with a fixed number of workers.", hint=hint)
     least = min(job.min_workers, most) if least is None else least
@@ -105,6 +107,13 @@ def resize(job: Job, least: int | None, most: int) -> Job:
     if not job.asked.is_elastic:
         least = most
     check_gpus(job.asked.gpus, most)
+    if runs and job.span and not job.span[0] <= least <= most <= job.span[1]:
+        first, last = job.span
+        raise UserError(
+            f"Job {job.number} runs, and cannot have {least} to {most} workers before its next start.",
+            why=f"it was started with `-n {first}:{last}`",
+            hint=f"stay within that; or `shoal requeue {job.number}`, and then this again",
+        )
     return replace(job, min_workers=least, max_workers=most)
 
 
@@ -136,6 +145,7 @@ def start(
         devices=dict(devices),
         target=None,
         target_devices={},
+        span=(job.min_workers, job.max_workers),
         node_kinds=kinds,
         changed_at=now,
         accrued_at=now,

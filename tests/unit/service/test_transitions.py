@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.service import transitions as moves
+from shoal.service.briefing import orders_for
 from shoal.service.job import Asked, Job, decode_job, encode_asked, encode_facts
 from shoal.service.orders import Seen
+from shoal.service.settings import Settings
 from shoal.spec.errors import UserError
 
 ASKED = Asked(run_args=("train.py",), name="train", working_dir="/", min_workers=1, max_workers=4, is_elastic=True)
@@ -108,6 +110,22 @@ def test_people_are_told_why_not():
     with pytest.raises(UserError, match="of a GPU each"):
         moves.resize(new(replace(ASKED, gpus=0.5, max_workers=1)), 1, 2)
     assert moves.cancel(done, "late", 1.0, 1.0) is done
+
+
+def test_one_that_runs_stays_within_the_bounds_it_was_started_with():
+    job = running(replace(ASKED, min_workers=2))
+    assert (moves.resize(job, 3, 3).min_workers, moves.resize(job, 3, 3).span) == (3, (2, 4))
+    for least, most in ((None, 1), (2, 5), (5, 6)):
+        with pytest.raises(UserError, match="before its next start") as caught:
+            moves.resize(job, least, most)
+        assert "-n 2:4" in caught.value.why
+    stopping = moves.resize(moves.requeue(job, 13.0), 1, 8)
+    waiting = moves.see(stopping, ended("preempted"), 14.0, 1.0)
+    again = moves.start(waiting, {"a": 8}, {}, 15.0)
+    assert (again.span, orders_for(again, Settings(), "local", {}).max_workers) == ((1, 8), 8)
+    assert orders_for(moves.resize(again, 2, 4), Settings(), "local", {}).max_workers == 8
+    fixed = moves.requeue(running(replace(ASKED, is_elastic=False)), 13.0)
+    assert moves.resize(fixed, None, 3).min_workers == 3
 
 
 MOVES = {
