@@ -92,6 +92,15 @@ class TestRecorder:
         assert [second.data["is_lead"], second.generation, second.data["workers"]] == [True, 1, 1]
         recorder.close()
 
+    def test_the_last_step_of_a_world_is_told_where_none_follows(self, pipe):
+        read_fd, write_fd = pipe
+        recorder = Recorder(None, 0, 2, write_fd, clock=Clock())
+        for step in make_steps(2):
+            recorder.step(step)
+        recorder.enter(1, 1, is_lead=True)
+        recorder.close()
+        assert [(event.data["step"], event.generation) for event in received(read_fd)] == [(2, 0), (3, 0)]
+
     def test_a_loss_that_is_not_a_number_reaches_the_launcher(self, pipe):
         read_fd, write_fd = pipe
         recorder = Recorder(None, 0, 1, write_fd)

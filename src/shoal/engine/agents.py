@@ -219,12 +219,10 @@ class Agents:
             reply.values.append(facts[0])
 
     def await_reply(self, number: int, seconds: float, wait: Callable[[float], None]) -> None:
-        """Until all have answered, one of them is lost, or the time is over. `wait` hears what they say meanwhile."""
+        """Until all that are not lost have answered, or the time is over. `wait` hears what they say meanwhile."""
         reply, deadline = self._replies[number], time.monotonic() + seconds
-        while reply.waiting and time.monotonic() < deadline:
+        while any(agent.name in reply.waiting for agent in self.present) and time.monotonic() < deadline:
             for agent in self:
                 self._flush(agent)
             wait(min(0.1, seconds))
-            if reply.waiting - {agent.name for agent in self._agents if agent.lost_at is None}:
-                break  # one of them was lost, and will not answer
         del self._replies[number]

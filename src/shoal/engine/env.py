@@ -321,6 +321,11 @@ def has_ray_tls() -> bool:
     return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
 
 
+def has_ray_address() -> bool:
+    """Whether a Ray cluster is named where Ray looks for one."""
+    return bool(os.environ.get("RAY_ADDRESS"))
+
+
 def inherited_env() -> dict[str, str]:
     """The environment of this process, for workers to build on."""
     return dict(os.environ)

@@ -186,17 +186,16 @@ class Fleet:
         began = time.monotonic()
         told_at = began + FIRST_WORD_SECONDS
         while (self.room or 0) < self._num_slots:
+            if time.monotonic() > told_at:
+                told_at += WORD_SECONDS
+                missing = self._ground.waiting_for([agent.name for agent in self._agents.present])
+                self._listener.problem(f"waiting for machines: {missing}")
             self._wait(0.1)
             if self._should_stop():
                 raise KeyboardInterrupt
             self._tell_once(self._ground.look())
-            now = time.monotonic()
-            if (self.room or 0) >= least and now > began + PATIENCE_SECONDS:
+            if (self.room or 0) >= least and time.monotonic() > began + PATIENCE_SECONDS:
                 return
-            if now > told_at:
-                told_at += WORD_SECONDS
-                missing = self._ground.waiting_for([agent.name for agent in self._agents.present])
-                self._listener.problem(f"waiting for machines: {missing}")
 
     # Workers.
 

@@ -455,7 +455,7 @@ class RayGround:
             told = f"agents are starting on {', '.join(sorted(set(map(self._address_of, missing))))}"
             if seconds < LATE_SECONDS:
                 return told
-            why = f"that machine is slow, or a firewall keeps Ray's processes there from those of {head}, Ray's head"
+            why = f"they are slow, or a firewall keeps Ray's processes there from those of {head}, Ray's head"
             return f"{told} for {seconds:.0f} s: {why}"
         free = self._ray.available_resources()
         told = f"each worker needs {_tell(self._request.bundle)}; free in the cluster: {_tell(free) or 'nothing'}"

@@ -117,15 +117,15 @@ def gloo_activity() -> list[tuple[str, str, str]]:
     return found
 
 
-def end_with_parent() -> None:
-    """Have the kernel send SIGTERM when the launcher dies. Where that cannot be had, the guard process suffices."""
+def end_with_parent(number: int = SIGTERM) -> None:
+    """Have the kernel send this when the launcher dies. Where that cannot be had, the guard process suffices."""
     if sys.platform != "linux":
         return
     parent = os.getppid()
     try:
         import ctypes
 
-        ctypes.CDLL(None).prctl(1, SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, number, 0, 0, 0)  # PR_SET_PDEATHSIG
     except (ImportError, OSError, AttributeError):
         return
     if os.getppid() != parent:

@@ -71,9 +71,10 @@ class Recorder:
 
     def enter(self, generation: int, world_size: int, *, is_lead: bool) -> None:
         """The World is another now; the lead tells of its progress most often."""
+        if self._fresh:
+            self._publish(self._clock())  # of the World before; there may be no step more
         self.generation, self.world_size = generation, world_size
         self._enter(world_size, is_lead=is_lead)
-        self._sum_up()
         self._window = Window()
 
     def _enter(self, world_size: int, *, is_lead: bool) -> None:
@@ -130,7 +131,10 @@ class Recorder:
 
     def _publish(self, now: float) -> None:
         self._published = now
-        self._sum_up()
+        for metrics, ended in self._fresh:
+            self._pace.add(metrics, ended)
+            self._window.add(metrics, ended)
+        self._fresh.clear()
         if not self._control and not self._console:
             return
         data = self._pace.summarize(now, self._num_steps, self.world_size)
@@ -142,12 +146,6 @@ class Recorder:
             self._control.offer(event)
         elif self._console:
             self._console.progress(event)
-
-    def _sum_up(self) -> None:
-        for metrics, ended in self._fresh:
-            self._pace.add(metrics, ended)
-            self._window.add(metrics, ended)
-        self._fresh.clear()
 
     def _make(self, kind: str, step: int | None, data: dict[str, Any]) -> Event:
         return Event(kind=kind, time=time.time(), rank=self.rank, step=step, generation=self.generation, data=data)

@@ -1,6 +1,5 @@
 """Verbs of jobs in the queue: `queue`, `cancel`, `hold`, `release`, `requeue`, `resize`."""
 
-import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -210,9 +209,10 @@ def cancel(argv: Sequence[str]) -> int:
         raise UserError(f"{name!r} is not the number of a job.", hint="name one run, or jobs by their numbers")
     from shoal.cluster import submitted
     from shoal.engine.clusters import cluster_folder, read_cluster
+    from shoal.engine.env import has_ray_address
     from shoal.service.places import find_login
 
-    is_alone = options.address is None and read_cluster(cluster_folder()) is None and "RAY_ADDRESS" not in os.environ
+    is_alone = options.address is None and read_cluster(cluster_folder()) is None and not has_ray_address()
     if is_alone and find_login() is not None:
         raise UserError(f"{options.jobs[0][:60]!r} is not the number of a job.", hint="`shoal queue` shows them")
     return submitted.cancel(options.jobs[0], options.address, as_json=options.json)
