@@ -386,10 +386,10 @@ class Service:
         for _ in range(SETTLE_ROUNDS):
             self.now += 0.1
             self.look()
-            todo = self.decide()
-            is_quiet = (
-                not todo and not self.promised and not any(job.wish or job.target for job in self.jobs.values())
-            )
+            # One that cannot be kept, where a quota was lowered, was shown as kept: others start with the next look.
+            was_promised, todo = self.promised, self.decide()
+            is_quiet = not (todo or self.promised or was_promised)
+            is_quiet &= not any(job.wish or job.target for job in self.jobs.values())
             if is_quiet and not any(job.state == STARTING for job in self.jobs.values()):
                 break
         else:
