@@ -128,3 +128,17 @@ def test_a_variable_without_a_value_is_passed_on(monkeypatch: pytest.MonkeyPatch
     options = launching._run_parser().parse_args(["--env", "NOT_SET_HERE"])
     with pytest.raises(UserError, match="NOT_SET_HERE"):
         launching.read_job(options, ["train.py"], {})
+
+
+def test_how_many_it_began_with_is_not_what_it_goes_on_with() -> None:
+    recorded = {
+        "script": "train.py",
+        "min_workers": 1,
+        "num_workers": 4,
+        "options": {"engine.start": "2", "loss": "x"},
+    }
+    options = launching._run_parser().parse_args(["--resume", "r", "-n", "1"])
+    job = launching.read_job(options, [], recorded)
+    assert (job.num_workers, job.min_workers, job.options) == (1, None, {"loss": "x"})
+    options = launching._run_parser().parse_args(["--resume", "r"])
+    assert launching.read_job(options, [], recorded).options["engine.start"] == "2"

@@ -13,6 +13,7 @@ KEPT = "room is kept for job "
 NEEDS = "needs "
 TOO_LARGE, TOO_LARGE_AT_HOME = "it can never start", "it can run only where others lend"
 SHORT_OF_MEMORY = "memory is in use"
+DRAINED = "all nodes it may use are being drained"
 WORDS = {"cores": "cores", "memory": "memory", "disk": "disk", "gpu": "GPUs"}
 
 
@@ -32,7 +33,7 @@ def short_of(draft: Draft, need: Need, zone: frozenset[str]) -> str:
     """The resource without which more workers would have room; where several are short, that is said."""
     mask = draft.free.mask(need.kinds, zone)
     if not mask.any():
-        return "all nodes it may use are being drained"
+        return DRAINED
     fits = draft.free.row(need, zone).total
     short = []
     for name, word in WORDS.items():
@@ -56,6 +57,11 @@ def short_of(draft: Draft, need: Need, zone: frozenset[str]) -> str:
 def waits_for_room(wait: Wait) -> bool:
     """Whether more nodes would help it: nothing else stands in its way."""
     return wait.why.startswith((NEEDS, TOO_LARGE, TOO_LARGE_AT_HOME))
+
+
+def waits_for_drained(wait: Wait) -> bool:
+    """Whether it waits for nodes that are being drained: until people undo that, whoever else ends."""
+    return wait.why.endswith(DRAINED)
 
 
 def waits_for_memory(wait: Wait) -> bool:

@@ -421,18 +421,26 @@ def can_do(
 
 
 def still_promised(promised: Promises, jobs: Mapping[int, Job], nodes: Sequence[Node]) -> dict[int, Promise]:
-    """The promises that can still be kept: not those to jobs that are over or held, nor of nodes that are gone."""
+    """The promises that can still be kept: not to jobs that are over, held or resized, nor of nodes that are gone."""
     able = {node.name for node in nodes if not node.is_draining}
     return {
         number: promise
         for number, promise in promised.items()
-        if number in jobs and can_be_promised(jobs[number]) and able >= set(promise.place.allocation)
+        if number in jobs
+        and can_be_promised(jobs[number])
+        and can_have(jobs[number], promise.place.allocation)
+        and able >= set(promise.place.allocation)
     }
 
 
 def can_be_promised(job: Job) -> bool:
     """Whether it may start as soon as there is room: it waits, or is being stopped to go on later."""
     return (job.state == WAITING and not job.is_held) or job.wish == "preempt"
+
+
+def can_have(job: Job, allocation: Allocation) -> bool:
+    """Whether these are as many workers as it asks for by now: it may have been resized since that was decided."""
+    return job.min_workers <= sum(allocation.values()) <= job.max_workers
 
 
 def held_by(job: Job) -> tuple[Allocation, Devices]:

@@ -17,6 +17,7 @@ from shoal.service.deciding import (
     Todo,
     blocked_jobs,
     can_do,
+    can_have,
     cluster_of,
     held_by,
     hopeless,
@@ -385,7 +386,7 @@ class Dispatcher:
                         todo.memory_bytes,
                         kinds,
                     )
-                    if job.state == WAITING and not job.is_held
+                    if job.state == WAITING and not job.is_held and can_have(job, todo.allocation)
                     else job
                 ),
                 job.token,
@@ -416,7 +417,7 @@ class Dispatcher:
             self._shared.settings = read_settings(self._shared.home, lambda: POLICIES)
             self._problem("settings", "")
         except ShoalError as error:
-            self._problem("settings", f"{error.message} {error.where} {error.why}".strip())
+            self._problem("settings", " ".join(filter(None, (error.message, error.where, error.why, error.hint))))
 
     def _problem(self, about: str, text: str) -> None:
         rest = {name: told for name, told in self._shared.problems.items() if name != about}

@@ -312,7 +312,7 @@ def patience_of(jobs: Iterable[Job], settings: Settings) -> dict[str, float]:
 
 def explain_waits(waits: Mapping[int, Wait], cluster: Cluster) -> dict[int, Wait]:
     """Reasons with what the time until the start depends on. Durations are left out: they change all the time."""
-    from shoal.place.waiting import seconds_left
+    from shoal.place.waiting import seconds_left, waits_for_drained
 
     ends: dict[str, tuple[float, str]] = {}
     unknown: dict[str, str] = {}
@@ -330,7 +330,7 @@ def explain_waits(waits: Mapping[int, Wait], cluster: Cluster) -> dict[int, Wait
     for number, wait in waits.items():
         home = homes.get(wait.job, "")
         first = unknown.get(home) or waiting.get(home)
-        if not wait.position:
+        if not wait.position or waits_for_drained(wait):
             continue
         if wait.eta_seconds is not None and wait.eta_seconds > 0 and home in ends:
             told[number] = replace(wait, why=f"{wait.why}; job {ends[home][1]} is expected to end first")

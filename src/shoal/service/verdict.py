@@ -51,6 +51,9 @@ def judge(orders: Orders, facts: Facts) -> dict[str, Any]:
         return {"cause": "lost", "exit_code": code, "message": message, "machine": machine}
     parts = [str(facts.failure[name]) for name in ("message", "why") if facts.failure.get(name)]
     message = ": ".join(part.rstrip(".") for part in parts) or f"It ended with code {code}"
+    if not parts and facts.code < 0:
+        name = signal.Signals(-facts.code).name
+        message = f"Its launcher was killed by {name}; `shoal requeue {orders.job}` goes on from what was saved"
     return {
         "cause": "failed",
         "exit_code": code,

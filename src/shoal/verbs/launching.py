@@ -132,10 +132,12 @@ def read_job(
         script, module = recorded.get("script"), recorded.get("module")
     if not script and not module:
         raise UserError("No script was named.", hint="for example: `shoal run -n 2 train.py`")
+    options_before = dict(recorded.get("options", {}))
     if options.num_workers is None:
         least, most = recorded.get("min_workers"), recorded.get("num_workers") or default_workers
     else:
         least, most = parse_range(options.num_workers)
+        options_before.pop("engine.start", None)  # it was one of the numbers that could be had then
     if least is not None and options.framework != "torch":
         raise UserError(
             f"Workers cannot come and go under --framework {_check_framework(options.framework)}.",
@@ -152,7 +154,7 @@ def read_job(
         python=options.python,
         env={**_read_faults(options.faults), **_read_env(options.env)},
         framework=_check_framework(options.framework),
-        options={**recorded.get("options", {}), **parse_pairs(options.option, "-o")},
+        options={**options_before, **parse_pairs(options.option, "-o")},
         working_dir=_here() if rest else recorded.get("working_dir") or _here(),
     )
 

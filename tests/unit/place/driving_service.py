@@ -216,8 +216,12 @@ class Service:
         able = [job for job in able if not job.is_active or job.asked.is_elastic]
         if able:
             job = self.dice.choice(able)
-            least = job.min_workers if job.is_active else self.dice.choice((1, 2, 4))
-            self.put(transitions.resize(job, least, self.dice.randint(least, 2 * max(job.max_workers, least))))
+            least = self.dice.choice((1, 2, 4))
+            most = 2 * max(job.max_workers, least)
+            if job.span and job.is_active and not job.wish:
+                most = job.span[1]
+                least = self.dice.randint(job.span[0], most)
+            self.put(transitions.resize(job, least, self.dice.randint(least, most)))
 
     def change_settings(self) -> None:
         pick = self.dice

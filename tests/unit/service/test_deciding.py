@@ -127,6 +127,7 @@ def test_promises_end_with_what_they_were_about():
     assert still_promised(promised, {1: job(1)}, NODES) == promised
     assert still_promised(promised, {1: replace(job(1), is_held=True)}, NODES) == {}
     assert still_promised(promised, {1: begun(1, {"b": 1})}, NODES) == {}
+    assert still_promised(promised, {1: replace(job(1), min_workers=2, max_workers=2)}, NODES) == {}, "resized"
     assert still_promised(promised, {}, NODES) == {}
     assert still_promised(promised, {1: job(1)}, NODES[1:]) == {}
     assert still_promised(promised, {1: job(1)}, (replace(NODES[0], is_draining=True), NODES[1])) == {}

@@ -112,6 +112,12 @@ def test_a_failure_is_told_in_the_words_of_the_run() -> None:
     assert (ended["message"], ended["hint"]) == ("KeyError: 'x': in f.", "look")
 
 
+def test_who_kills_a_launcher_is_named_by_the_signal() -> None:
+    assert judge(ORDERS, Facts(code=-9))["message"].startswith(
+        "Its launcher was killed by SIGKILL; `shoal requeue 7`"
+    )
+
+
 def test_reserved_room_becomes_the_file(tmp_path: Path) -> None:
     reserve(tmp_path / "ended.json")
     assert (tmp_path / "ended.reserved").stat().st_blocks * 512 >= RESERVED_BYTES
