@@ -48,6 +48,15 @@ def test_busy_cores_are_all_but_idle_and_waiting_for_disks():
     assert count_cpu("") == 0.0
 
 
+def test_no_more_cores_are_busy_than_there_are(tmp_path):
+    sampler = Sampler("n", lay(tmp_path, {"proc/stat": "cpu  100 0 0 0 0 0 0 0 0 0\n"}))
+    sampler.sample({}, "/", 100.0, 10.0)
+    lay(tmp_path, {"proc/stat": "cpu  999999 0 0 0 0 0 0 0 0 0\n"})
+    sample = sampler.sample({}, "/", 101.0, 11.0)
+    assert sample is not None
+    assert sample.cpu == sample.cores
+
+
 def test_disks_count_once():
     assert count_disks(DISKS) == (102 * 512, 44 * 512)
 

@@ -22,7 +22,7 @@ export function showCheckpoints(root: HTMLElement, run: Run): View {
     if (!all.length) return fill(root, empty("No checkpoint was saved yet.", "A run saves in time, at its end and when it is told to stop."));
     const heads = ["Step", "Saved", "Size", "World", "Validity", ""].map((title, i) => h("th", { scope: "col", class: i === 3 ? "number hide-narrow" : i === 0 || i === 2 ? "number" : "" }, title));
     const words = h("p", { class: "quiet small" }, "“Whole” is what the manifest and the sizes of files tell. Checking reads every byte and compares digests.");
-    fill(root, h("div", { class: "stack" }, words, h("div", { class: "card table-card scroll" }, h("table", { class: "middle tight" }, h("thead", null, h("tr", null, ...heads)), h("tbody", null, ...all.map(line))))));
+    fill(root, h("div", { class: "stack" }, words, h("div", { class: "card table-card scroll" }, h("table", { class: "middle tight told" }, h("thead", null, h("tr", null, ...heads)), h("tbody", null, ...all.map(line))))));
     root.dataset.drawn = String(all.length);
   }
 
@@ -47,7 +47,7 @@ export function showCheckpoints(root: HTMLElement, run: Run): View {
     return h(
       "tr",
       null,
-      h("td", { class: "number" }, count(one.step)),
+      h("td", { class: "number", "data-name": "step" }, count(one.step)),
       h("td", { class: "fixed", title: one.saved_at ? clock(one.saved_at) : "" }, one.saved_at ? ago(one.saved_at) : "–"),
       h("td", { class: "number" }, bytes(one.num_bytes)),
       h("td", { class: "number hide-narrow" }, one.generation),

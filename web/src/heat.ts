@@ -7,7 +7,7 @@ import { color, onTheme } from "./theme";
 import type { Heat, Run, View } from "./types";
 
 const QUANTITIES: [string, string][] = [
-  ["own", "Own part of a step, which others wait for"],
+  ["own", "Own part, which others wait for"],
   ["step", "Whole step"],
   ["compute", "Compute"],
   ["communicate", "Communication"],

@@ -72,10 +72,13 @@ class Sampler:
         rates: dict[str, Any] = {
             name: _rate(getattr(before, name), getattr(machine, name), seconds) for name in _RATES
         }
+        cores = os.cpu_count() or 1
+        # Others may have had the core between a look at the clock and one at the counts.
+        rates["cpu"] = min(rates["cpu"], cores)
         return SystemSample(
             time=now,
             node=self._node,
-            cores=os.cpu_count() or 1,
+            cores=cores,
             **rates,
             memory_used=max(0, total - free),
             memory_total=total,

@@ -197,7 +197,7 @@ class Live:
         if rank is None or event.time - self._accused.pop(rank, float("-inf")) < 30.0:
             return  # it was ended by us, for what was said of it
         reason = str(event.data.get("reason") or "it ended")
-        self._add("dead", rank, f"Rank {rank} is dead.", reason, f"`shoal logs last --rank {rank}`", is_told=True)
+        self._add("dead", rank, f"Rank {rank} is dead.", reason, f"`shoal logs RUN --rank {rank}`", is_told=True)
 
     def _skipped(self, event: Event, now: float) -> None:
         data = event.data
