@@ -414,19 +414,21 @@ class Walk:
             self.kept_for = job.id
 
     def _grow(self, job: Queued, more: int) -> int:
-        """Give it up to so many workers; returns how many."""
+        """Give it up to so many workers; returns how many. Who was asked to be larger than it is gets that, or none."""
         draft = self.draft
-        while more and self._over_cap(job, more):
-            more //= 2
-        if not more:
-            return 0
+        least = max(job.min_workers - draft.num_workers(job.id), 1)
+        more = max(more, least)
+        while self._over_cap(job, more):
+            if more == least:
+                return 0
+            more = max(more // 2, least)
         home, lent = self._zones(job)
         need = draft.needs[job.id]
         here = np.zeros(len(draft.free.space.nodes))
         here[list(draft.held[job.id])] = 8.0
         for zone in (home, lent):
             count = min(more, draft.free.most(need, zone))
-            spots = draft.free.pick(job, need, count, zone, favour=here) if count > 0 else None
+            spots = draft.free.pick(job, need, count, zone, favour=here) if count >= least else None
             if spots:
                 draft.hold(job, spots)
                 if job.allocation and draft.num_workers(job.id) > job.num_workers:
