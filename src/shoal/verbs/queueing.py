@@ -1,6 +1,5 @@
 """Verbs of jobs in the queue: `queue`, `cancel`, `hold`, `release`, `requeue`, `resize`."""
 
-import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ def queue(argv: Sequence[str]) -> int:
     parser.add_argument("-a", "--all", action="store_true", help="also those that are over, the newest first")
     parser.add_argument("--mine", action="store_true", help="only yours")
     parser.add_argument("--owner", metavar="NAME", help="only those of this person")
-    parser.add_argument("--state", metavar="STATE", help="waiting, running, finished, failed, ...")
+    parser.add_argument("--state", metavar="STATE", help="waiting, held, running, finished, failed, ...")
     parser.add_argument("--search", metavar="TEXT", help="only those with this in their number, name or owner")
     parser.add_argument("--limit", metavar="N", help=f"at most so many (default: {MAX_ROWS}; as JSON all)")
     parser.add_argument("--json", action="store_true", help="as JSON")
@@ -210,9 +209,11 @@ def cancel(argv: Sequence[str]) -> int:
         raise UserError(f"{name!r} is not the number of a job.", hint="name one run, or jobs by their numbers")
     from shoal.cluster import submitted
     from shoal.engine.clusters import cluster_folder, read_cluster
+    from shoal.engine.env import inherited_env
     from shoal.service.places import find_login
 
-    is_alone = options.address is None and read_cluster(cluster_folder()) is None and "RAY_ADDRESS" not in os.environ
+    has_cluster = read_cluster(cluster_folder()) is not None or "RAY_ADDRESS" in inherited_env()
+    is_alone = options.address is None and not has_cluster
     if is_alone and find_login() is not None:
         raise UserError(f"{options.jobs[0][:60]!r} is not the number of a job.", hint="`shoal queue` shows them")
     return submitted.cancel(options.jobs[0], options.address, as_json=options.json)
