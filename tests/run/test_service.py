@@ -227,6 +227,17 @@ def test_no_address_without_a_token_and_none_for_other_hosts_and_pages(client: C
     assert ask("POST", "/api/jobs", {name: own[name] for name in ("Authorization", "Origin")}, b"{}")[0] == 400
 
 
+def test_a_state_of_jobs_that_are_over_shows_those(client: Client, daemon: Daemon):
+    (job,) = client.submit("train.py", dir="/", held=True, name="short")
+    assert [row["job"] for row in client.queue(state="held", search="short")["jobs"]] == [job]
+    client.cancel(job)
+    assert [row["job"] for row in client.queue(state="cancelled", search="short")["jobs"]] == [job]
+    assert client.queue(state="finished", search="short")["jobs"] == []
+    with pytest.raises(Refused, match="no state 'canceled'") as caught:
+        client.queue(state="canceled")
+    assert "`cancelled`" in caught.value.hint
+
+
 def test_people_see_and_change_what_they_may(client: Client, daemon: Daemon):
     login = find_login()
     assert login is not None

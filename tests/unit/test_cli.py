@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal import cli
+from shoal import cli, verb_parser
 from shoal.spec.errors import UserError
 from shoal.verbs import launching
 
@@ -71,7 +71,7 @@ def test_mistakes(
     ],
 )
 def test_what_follows_the_script_is_the_scripts(argv: list[str], ours: list[str], rest: list[str]) -> None:
-    assert launching.split_at_script(argv) == (ours, rest)
+    assert verb_parser.split_at_script(argv) == (ours, rest)
 
 
 def test_the_number_of_workers() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal import cli
+from shoal import cli, verb_parser
 from shoal.train.settings import Settings
 from shoal.verbs import launching
 from shoal.version import __version__
@@ -157,7 +157,7 @@ def test_what_the_manifests_for_kuberay_run_is_kept_on_the_volume():
     job, cluster = map(yaml.safe_load, texts)
     command = job["spec"]["entrypoint"].split()
     assert command[:2] == ["shoal", "run"]
-    ours, (script,) = launching.split_at_script(command[2:])
+    ours, (script,) = verb_parser.split_at_script(command[2:])
     options = launching._run_parser().parse_args(ours)
     assert launching.parse_range(options.num_workers) == (2, 8)
     assert options.log_dir.startswith("/job/")

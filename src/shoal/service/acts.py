@@ -61,9 +61,9 @@ def submit(change: Change, person: Person, submission: Submission) -> dict[str, 
         people.check_quota(person, jobs, len(submission.jobs), largest)
     first = change.next_number()
     numbers = range(first, first + len(submission.jobs))
+    for number in {number for asked in submission.jobs for number in asked.after}:
+        _check_after(change, number)
     for place, (asked, links) in enumerate(zip(submission.jobs, submission.links, strict=True)):
-        for number in asked.after:
-            _check_after(change, number)
         array = numbers[place - asked.index] if asked.index is not None else None
         after = (*asked.after, *(numbers[other] for other in links))
         whole = replace(asked, after=after, array=array, account=asked.account or person.account)

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shoal.place.cluster import Partition
 from shoal.service import acts, audit, people, telling
 from shoal.service.asking import MAX_TEXT, parse_workers, read_submission
-from shoal.service.job import Job, parse_number, parse_numbers
+from shoal.service.job import OVER, STATES, Job, parse_number, parse_numbers
 from shoal.service.openapi import describe
 from shoal.service.people import ADMIN, USER, Forbidden, Person
 from shoal.service.state import Shared
@@ -172,17 +172,20 @@ class Api:
     # --- looking
 
     async def show_queue(self, request: Request) -> Response:
-        """Jobs that are not over, in the order in which they would start; with `all=1` also the newest that are."""
+        """Jobs that are not over, in the order in which they would start; also the newest that are, with `all=1` or a
+        state that only those have."""
         shared, params = self.shared, request.query_params
         owner, state, search = params.get("owner", "")[:80], params.get("state", ""), params.get("search", "")[:200]
         limit, offset = whole(params, "limit", 10_000, 1, 100_000), whole(params, "offset", 0, 0, 1 << 40)
+        if state and state not in STATES:
+            raise unknown(state[:40], "state", STATES, f"there are: {', '.join(STATES)}")
         now, waits, seen, prospects = shared.store.clock.now(), shared.waits, shared.seen, shared.prospects
         jobs = list(shared.known.jobs.values())
         counts: dict[str, int] = {}
         for job in jobs:
             counts[job.shown_state] = counts.get(job.shown_state, 0) + 1
-        if params.get("all") == "1":
-            jobs += await asyncio.to_thread(lambda: shared.reader.over(limit, owner))
+        if params.get("all") == "1" or state in OVER:
+            jobs += await asyncio.to_thread(lambda: shared.reader.over(limit, owner, state=state))
         found = [job for job in jobs if _fits(job, owner, state, search.casefold())]
         found.sort(key=lambda job: _order(job, waits))
         page = found[offset : offset + limit]

@@ -12,9 +12,11 @@ from shoal.place.cluster import CLASSES
 from shoal.service.job import Asked, check_gpus, parse_numbers
 from shoal.service.settings import parse_duration
 from shoal.spec.errors import UserError
-from shoal.verb_parser import unknown
+from shoal.verb_parser import split_at_script, unknown
 
 MAX_JOBS = 10_000
+MAX_LINKS = 1_000_000
+"""How often jobs of one submission may wait for others: all of one array for all of another is their product."""
 MAX_TEXT = 200
 MAX_ARGS = 1000
 MAX_ARG_BYTES = 128 << 10
@@ -27,6 +29,13 @@ _OURS = {
     "engine.nodes": "`--partition` or `--kind`",
     "engine.start": "`-n MIN:MAX`",
 }
+_GIVEN = {
+    "-n": "`workers`",
+    "--num-workers": "`workers`",
+    "--name": "`name`",
+    **dict.fromkeys(("--engine", "--address", "--hosts", "--master", "--log-dir", "--resume"), ""),
+}
+"""Options of `shoal run` that the queue gives, and the field in which they are said, if they can be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,23 +72,41 @@ def link(asked: Sequence[Asked], after: Sequence[Sequence[Any]], *, is_held: boo
         names.setdefault(one.name, []).append(place)
     links: list[tuple[int, ...]] = []
     known: list[Asked] = []
+    found: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    num_links = 0
     for one, words in zip(asked, after, strict=True):
-        inside: list[int] = []
-        outside: list[int] = []
-        for word in words:
-            if isinstance(word, str) and word in names:
-                inside += names[word]
-            else:
-                outside += _job_numbers(word, names)
-        if len(outside) > MAX_JOBS:
-            raise UserError(f"A job waits for more than {MAX_JOBS} others.", hint="give it fewer in `after`")
-        known.append(replace(one, after=tuple(dict.fromkeys(outside))))
-        links.append(tuple(dict.fromkeys(inside)))
+        if id(words) not in found:  # those of an array have the same
+            found[id(words)] = _numbers_and_places(words, names)
+        outside, inside = found[id(words)]
+        num_links += len(outside) + len(inside)
+        if num_links > MAX_LINKS:
+            raise UserError(
+                f"These jobs wait for others more than {MAX_LINKS:,} times.",
+                hint="put one job between: it is after the former, and the latter are after it",
+            )
+        known.append(replace(one, after=outside))
+        links.append(inside)
     circle = find_circle(links)
     if circle:
         told = " after ".join(repr(clean(asked[place].name)) for place in circle)
         raise UserError("These jobs wait for each other, so none could ever start.", why=f"{told}")
     return Submission(jobs=tuple(known), links=tuple(links), is_held=is_held)
+
+
+def _numbers_and_places(
+    words: Sequence[Any], names: Mapping[str, list[int]]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What a job waits for: numbers of jobs that are there, and places of those that come with it."""
+    inside: list[int] = []
+    outside: list[int] = []
+    for word in words:
+        if isinstance(word, str) and word in names:
+            inside += names[word]
+        else:
+            outside += _job_numbers(word, names)
+        if len(outside) > MAX_JOBS:
+            raise UserError(f"A job waits for more than {MAX_JOBS} others.", hint="give it fewer in `after`")
+    return tuple(dict.fromkeys(outside)), tuple(dict.fromkeys(inside))
 
 
 def find_circle(links: Sequence[Sequence[int]]) -> list[int]:
@@ -124,7 +151,7 @@ def read_asked(row: Mapping[str, Any]) -> Asked:
     """One job as people write it: `workers = "1:8"`, `memory = "4G"`, `time = "2h"`."""
     _check_known(row, (*_FIELDS, *_MORE), "field of a job")
     args = tuple(_texts(row, "args", MAX_ARGS, MAX_ARG_BYTES))
-    if not args:
+    if not script_of(args):
         raise UserError("No script was named.", hint="args has the script and its arguments")
     _check_options(args)
     folder = _text(row, "dir", "", 4096)
@@ -161,16 +188,22 @@ def read_asked(row: Mapping[str, Any]) -> Asked:
 
 
 def script_of(args: Sequence[str]) -> str:
-    """The script or module among arguments of `shoal run`."""
-    if "--" in args and args[-1] != "--":
-        return args[list(args).index("--") + 1]
-    return next((arg for arg in args if not arg.startswith("-")), args[0])
+    """The script or module among arguments of `shoal run`; empty where there is none."""
+    return next(iter(split_at_script(args)[1]), "")
 
 
 def _check_options(args: Sequence[str]) -> None:
     """Raise UserError for options of a launcher that are the queue's to give: it counts what they ask for."""
-    for flag, value in zip(args, (*args[1:], ""), strict=True):
-        text = value if flag in ("-o", "--option") else flag.removeprefix("--option=")
+    ours = split_at_script(args)[0]
+    for flag, value in zip(ours, [*ours[1:], ""], strict=False):
+        given = "-n" if flag.startswith("-n") else flag.partition("=")[0]
+        if given in _GIVEN:
+            raise UserError(
+                f"A job in the queue cannot have `{given}` among its args.",
+                why="the queue says that to its launcher",
+                hint=f"say it with {_GIVEN[given]}" if _GIVEN[given] else "leave it out",
+            )
+        text = value if flag in ("-o", "--option") else flag.removeprefix("--option=").removeprefix("-o")
         name = text.partition("=")[0]
         if name in _OURS:
             raise UserError(
@@ -182,7 +215,8 @@ def _check_options(args: Sequence[str]) -> None:
 
 def default_name(args: Sequence[str]) -> str:
     """What a job is called that nobody named: its script."""
-    return clean(os.path.basename(script_of(args)).removesuffix(".py"))[:60] or "job"
+    name = clean(os.path.basename(script_of(args)))[:60].strip()
+    return next((each for each in (name.removesuffix(".py"), name) if each and not each.isdecimal()), "job")
 
 
 def check_name(name: str) -> str:

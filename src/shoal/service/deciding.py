@@ -129,6 +129,7 @@ def shown_as(job: Job, view: Queued, promise: Promise | None) -> Queued:
             devices={},
             num_stops=job.num_stops + 1,
             stopped_at=job.changed_at,
+            blocked_by="held" if job.is_held else "",
         )
     if promise is None:
         return view
@@ -435,7 +436,7 @@ def still_promised(promised: Promises, jobs: Mapping[int, Job], nodes: Sequence[
 
 def can_be_promised(job: Job) -> bool:
     """Whether it may start as soon as there is room: it waits, or is being stopped to go on later."""
-    return (job.state == WAITING and not job.is_held) or job.wish == "preempt"
+    return not job.is_held and (job.state == WAITING or job.wish == "preempt")
 
 
 def can_have(job: Job, allocation: Allocation) -> bool:

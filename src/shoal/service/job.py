@@ -15,7 +15,11 @@ ACTIVE = frozenset({STARTING, RUNNING, STOPPING})
 """States in which a job holds nodes: an attempt is under way, or may be."""
 
 OVER = frozenset({FINISHED, FAILED, CANCELLED})
+STATES = (WAITING, "held", STARTING, RUNNING, STOPPING, FINISHED, FAILED, CANCELLED)
+"""As people are told them: see `Job.shown_state`."""
+
 RUN_PREFIX = "job-"
+MAX_NAMED = 100_000
 _NONE: dict[Any, Any] = {}
 """Shared by all jobs that have nothing there, for there may be very many. Nobody changes a job's values in place."""
 
@@ -235,7 +239,9 @@ def parse_numbers(texts: tuple[str, ...] | list[str]) -> list[int]:
     for text in texts:
         first, dash, last = text.removeprefix(RUN_PREFIX).partition("-")
         start, stop = parse_number(first), parse_number(last) if dash else parse_number(first)
-        if stop < start or stop - start >= 100_000:
+        if stop < start or stop - start >= MAX_NAMED:
             raise UserError(f"{text[:60]!r} is not a range of jobs.", hint="for example: 17-26")
         found += range(start, stop + 1)
+        if len(found) > MAX_NAMED:
+            raise UserError(f"More than {MAX_NAMED:,} jobs at once.", hint="name them in several parts")
     return list(dict.fromkeys(found))

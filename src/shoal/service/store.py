@@ -10,7 +10,7 @@ from typing import Any
 
 from shoal.service import audit
 from shoal.service.clock import Clock, Mark
-from shoal.service.job import FINISHED, Job, decode_job, encode_asked, encode_facts
+from shoal.service.job import FINISHED, OVER, Job, decode_job, encode_asked, encode_facts
 from shoal.service.people import Person, Token
 from shoal.service.schema import upgrade
 from shoal.spec.errors import UserError
@@ -124,9 +124,11 @@ class Reader:
         row = self.connection.execute(f"{_JOB} WHERE number = ?", (number,)).fetchone()
         return None if row is None else decode_job(*row)
 
-    def over(self, limit: int, owner: str = "", before: int = 1 << 62) -> list[Job]:
+    def over(self, limit: int, owner: str = "", before: int = 1 << 62, state: str = "") -> list[Job]:
         """Jobs that are over, the newest first."""
-        whose, values = ("AND owner = ?", (owner,)) if owner else ("", ())
+        only = {"owner": owner, "state": state if state in OVER else ""}
+        whose = "".join(f"AND {name} = ? " for name, value in only.items() if value)
+        values = tuple(value for value in only.values() if value)
         rows = self.connection.execute(
             f"{_JOB} WHERE is_over = 1 AND number < ? {whose} ORDER BY number DESC LIMIT ?", (before, *values, limit)
         )

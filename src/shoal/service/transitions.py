@@ -56,17 +56,17 @@ def submit(number: int, owner: str, asked: Asked, now: float, wall: float, *, is
 
 
 def hold(job: Job) -> Job:
-    """Keep it from starting. One that runs is not stopped by this."""
-    if job.state != WAITING:
-        raise _cannot(
-            job, "be held", f"`shoal requeue {job.number}` stops one that runs and puts it back in the queue"
-        )
+    """Keep it from starting, or from going on where it is being stopped. One that runs is not stopped by this."""
+    if job.state != WAITING and job.wish != "preempt":
+        stops = f"`shoal requeue {job.number}` stops it and puts it back in the queue, where this keeps it"
+        raise _cannot(job, "be held", "submit it again with `--hold`" if job.is_over else stops)
     return replace(job, is_held=True)
 
 
 def release(job: Job) -> Job:
     if job.is_over:
-        raise _cannot(job, "be released", f"`shoal requeue {job.number}` puts it back in the queue")
+        back = f"`shoal requeue {job.number}` puts it back in the queue"
+        raise _cannot(job, "be released", "submit it again" if job.state == FINISHED else back)
     return replace(job, is_held=False)
 
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shoal.spec.errors import ShoalError, UserError
-from shoal.verb_parser import Parser
-from shoal.verbs.launching import RUN_OPTIONS, Options, check_name, parse_pairs, read_job, split_at_script
+from shoal.verb_parser import RUN_OPTIONS, Options, Parser, split_at_script
+from shoal.verbs.launching import check_name, parse_pairs, read_job
 
 if TYPE_CHECKING:
     from shoal.service.client import Client
@@ -193,7 +193,7 @@ def _tell(client: "Client", jobs: Sequence[int], options: argparse.Namespace) ->
     }
     about = {"queue": "how far it is, and why", "logs": "what it prints, once it runs", "cancel": "end it"}
     head = f"job {first}" if len(jobs) == 1 else f"{many(len(jobs), 'job')}, {span}"
-    text = [f"submitted {head}: it goes on without this terminal", ""]
+    text = [f"submitted {head}: {'it goes' if len(jobs) == 1 else 'they go'} on without this terminal", ""]
     longest = max(map(len, commands.values()))
     text += [f"  {commands[verb]:{longest}}   {about[verb]}" for verb in commands]
     is_waiting = options.wait or options.follow

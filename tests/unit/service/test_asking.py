@@ -27,6 +27,20 @@ def test_what_people_write_becomes_what_is_asked():
 
 
 @pytest.mark.parametrize(
+    ("args", "name"),
+    [
+        (["--threads", "2", "train.py"], "train"),
+        (["--python", "/opt/python", "-m", "lab.train", "-n", "4"], "lab.train"),
+        (["train.py", "--", "other.py", "-o", "engine.cpus=4"], "train"),
+        (["17.py"], "17.py"),
+        (["17"], "job"),
+    ],
+)
+def test_options_of_the_launcher_stand_before_the_script_and_what_follows_is_its_own(args: list[str], name: str):
+    assert read(args=args).jobs[0].name == name
+
+
+@pytest.mark.parametrize(
     ("fields", "told"),
     [
         ({"name": "x" * 10_000_000}, "name 'xxx"),
@@ -36,6 +50,12 @@ def test_what_people_write_becomes_what_is_asked():
         ({"dir": "relative"}, "not a folder"),
         ({"args": []}, "No script"),
         ({"args": ["a\0b"]}, "list of texts"),
+        ({"args": ["--threads", "2"]}, "No script"),
+        ({"args": ["--"]}, "No script"),
+        ({"args": ["-n", "4", "train.py"]}, "cannot have `-n` among its args"),
+        ({"args": ["-n4", "train.py"]}, "cannot have `-n` among its args"),
+        ({"args": ["-oengine.cpus=4", "train.py"]}, "cannot have `-o engine.cpus`"),
+        ({"args": ["--threads=1", "--resume=other", "train.py"]}, "cannot have `--resume` among"),
         ({"args": ["-o", "engine.cpus=4", "train.py"]}, "cannot have `-o engine.cpus`"),
         ({"args": ["--option=engine.nodes=a=1", "train.py"]}, "cannot have `-o engine.nodes`"),
         ({"workers": "8:1"}, "not a number of workers"),
@@ -151,3 +171,16 @@ def test_what_a_node_may_be_used_for_has_limits():
     assert apply_limits(known, settings, {}).disk_bytes == apply_limits(unknown, settings, {}).disk_bytes == 5 * GIB
     assert apply_limits(known, settings, {}).cores == 2
     assert apply_limits(replace(NODES[1], disk_bytes=GIB), settings, {}).disk_bytes == GIB
+
+
+def test_so_many_links_that_the_service_would_be_busy_with_them_are_refused():
+    with pytest.raises(UserError, match="More than 100,000 jobs"):
+        parse_numbers(["1-100000", "1-2"])
+    former = {"args": ["a.py"], "dir": "/", "array": 1001}
+    latter = {"args": ["b.py"], "dir": "/", "array": 1001, "after": ["a"]}
+    with pytest.raises(UserError, match="more than 1,000,000 times") as caught:
+        read_submission({"jobs": [former, latter]})
+    assert "one job between" in caught.value.hint
+    between = {"args": ["c.py"], "dir": "/", "after": ["a"]}
+    found = read_submission({"jobs": [former, between, {**latter, "after": ["c"]}]})
+    assert (len(found.links[1001]), found.links[1002], found.links[-1]) == (1001, (1001,), (1001,))

@@ -112,6 +112,14 @@ def test_people_are_told_why_not():
     assert moves.cancel(done, "late", 1.0, 1.0) is done
 
 
+def test_one_that_is_being_stopped_can_be_kept_from_going_on():
+    stopping = moves.hold(moves.requeue(running(), 13.0))
+    assert stopping.state == "stopping"
+    assert moves.see(stopping, ended("preempted"), 14.0, 1.0).shown_state == "held"
+    with pytest.raises(UserError, match="cannot be held"):
+        moves.hold(moves.cancel(running(), "c", 13.0, 1.0))
+
+
 def test_one_that_runs_stays_within_the_bounds_it_was_started_with():
     job = running(replace(ASKED, min_workers=2))
     assert (moves.resize(job, 3, 3).min_workers, moves.resize(job, 3, 3).span) == (3, (2, 4))
