@@ -181,7 +181,7 @@ def _sink(place: Mapping[str, Any], where: str) -> Sink:
         )
     for name in place:
         if name not in _KINDS[kinds[0]]:
-            raise unknown(name, f"setting of a {kinds[0]} in {where}", _KINDS[kinds[0]], "see docs/alerts.md")
+            raise unknown(name, f"setting of `{kinds[0]}` in {where}", _KINDS[kinds[0]], "see docs/alerts.md")
     severity = place.get("min_severity", "warning")
     if severity not in ("warning", "error"):
         raise UserError(f"min_severity is {severity!r} ({where}).", hint="use `warning` or `error`")

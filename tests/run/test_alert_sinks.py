@@ -306,7 +306,7 @@ def test_a_file_says_what_and_where(home, tmp_path):
         ('[[to]]\nemail = "a@b"\ntls = "x"', "tls is 'x'"),
         ('[[to]]\nemail = "a@b"\npassword_file = "/no/file"', "Cannot read the password"),
         ('[[to]]\nwebhook = "https://x"\nmin_severity = "bad"', "min_severity is 'bad'"),
-        ('[[to]]\nwebhook = "https://x"\nuser = "me"', "setting of a webhook"),
+        ('[[to]]\nwebhook = "https://x"\nuser = "me"', "setting of `webhook`"),
     ],
 )
 def test_mistakes_in_the_file(home, text, said, capsys):

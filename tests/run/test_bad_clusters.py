@@ -102,7 +102,7 @@ MISTAKES = {
     "too few slots": (
         plain_agents,
         "--engine mpi --hosts localhost:1",
-        "The hosts have 1 slots, and 2 workers are needed.",
+        "The hosts have 1 slot, and 2 workers are needed.",
         "name more hosts, or more slots of each",
     ),
     "launcher out of reach": (

@@ -650,7 +650,7 @@ def test_a_run_on_hosts_can_be_asked_and_told(hosts: Box) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("--hosts", "localhost:1", "-n", "2", "train.py"), "The hosts have 1 slots, and 2 workers are needed"),
+        (("--hosts", "localhost:1", "-n", "2", "train.py"), "The hosts have 1 slot, and 2 workers are needed"),
         (("--hosts", "no-such-host.invalid:2", "-n", "2", "train.py"), "no way to the host 'no-such-host.invalid'"),
         (("--hosts", "localhost:2", "-n", "2", "-o", "engine.mpirun='x", "train.py"), "engine.mpirun is"),
         (("--hosts", "localhost:x", "-n", "2", "train.py"), "not a list of hosts"),

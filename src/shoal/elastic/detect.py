@@ -152,7 +152,8 @@ class Detector:
 
     def _judge(self, member: str, since: float, by: tuple[str, ...], now: float, hung: float) -> Suspect:
         silent, limit = self.silence(member, now), self.gaps.seconds(now)
-        limit = max(limit, HUNG_SECONDS) if member in self.recording else limit
+        if member in self.recording:  # a busy machine takes long to import and start a profiler
+            limit, hung = max(limit, HUNG_SECONDS), max(hung, HUNG_EARLY_SECONDS)
         is_frozen = silent > limit
         known = self.heard.get(member)
         if known is not None and not is_frozen:  # whoever takes steps is slow, and does not hang

@@ -75,7 +75,7 @@ class HostsGround:
         there = sum(each.host.num_slots for each in self._started)
         if there < least:
             raise UserError(
-                f"The hosts have {there} slots, and {least} workers are needed.",
+                f"The hosts have {there} slot{'s' * (there != 1)}, and {least} workers are needed.",
                 why=", ".join(f"{each.host.name}:{each.host.num_slots}" for each in self._started),
                 hint="name more hosts, or more slots of each: `--hosts a:4,b:4`",
             )

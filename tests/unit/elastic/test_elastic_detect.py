@@ -54,6 +54,23 @@ def test_one_that_is_being_profiled_may_be_silent_for_longer_but_not_for_ever():
     assert 8.0 < seconds_to_find(0.1, is_recording=True) <= 12.0
 
 
+@pytest.mark.parametrize(("is_recording", "least"), [(False, 10.0), (True, 60.0)])
+def test_one_that_is_being_profiled_may_keep_others_waiting_for_longer(is_recording, least):
+    detector, since = warmed_up(0.1)
+    if is_recording:
+        detector.recording.add("0.0")
+    now, found = since, []
+    while not found:
+        now += BEAT_SECONDS
+        for member in MEMBERS:
+            detector.beat(member, int(since / 0.1), now)
+        for member in MEMBERS[1:]:
+            detector.waiting(member, ["0.0"], now - since, now)
+        found = detector.suspects(MEMBERS, {}, now)
+    assert [(suspect.id, suspect.is_frozen) for suspect in found] == [("0.0", False)]
+    assert least < now - since < least + 1.0
+
+
 def overloaded_gap(source: random.Random) -> float:
     """A gap between beats on a loaded host, with a longer tail than was measured.
 
