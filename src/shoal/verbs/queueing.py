@@ -20,7 +20,7 @@ def queue(argv: Sequence[str]) -> int:
     parser.add_argument("-a", "--all", action="store_true", help="also those that are over, the newest first")
     parser.add_argument("--mine", action="store_true", help="only yours")
     parser.add_argument("--owner", metavar="NAME", help="only those of this person")
-    parser.add_argument("--state", metavar="STATE", help="waiting, running, finished, failed, ...")
+    parser.add_argument("--state", metavar="STATE", help="waiting, held, running, finished, failed, ...")
     parser.add_argument("--search", metavar="TEXT", help="only those with this in their number, name or owner")
     parser.add_argument("--limit", metavar="N", help=f"at most so many (default: {MAX_ROWS}; as JSON all)")
     parser.add_argument("--json", action="store_true", help="as JSON")
