@@ -414,7 +414,7 @@ class Walk:
             self.kept_for = job.id
 
     def _grow(self, job: Queued, more: int) -> int:
-        """Give it up to so many workers; returns how many. Who was asked to be larger than it is gets that or none."""
+        """Give it up to so many workers; returns how many. Who is to be larger than it is gets that or none."""
         draft = self.draft
         least = max(job.min_workers - draft.num_workers(job.id), 1)
         more = max(more, least)
