@@ -62,7 +62,8 @@ def read_settings(home: str, policies: Callable[[], Mapping[str, object]]) -> Se
     except FileNotFoundError:
         return Settings()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read.", why=str(error)) from None
+        why = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"{path} cannot be read.", why=why) from None
     return parse_settings(text, path, policies)
 
 
