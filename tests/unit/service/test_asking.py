@@ -48,6 +48,8 @@ def test_options_of_the_launcher_stand_before_the_script_and_what_follows_is_its
         ({"name": "\x1b[31mred"}, "cannot be the name"),
         ({"name": "17"}, "cannot be the name"),
         ({"dir": "relative"}, "not a folder"),
+        ({"env": {"A=B": "c"}}, "'A=B' cannot be set"),
+        ({"account": "a\nb"}, "account 'a.{1,4}b' cannot be used"),
         ({"args": []}, "No script"),
         ({"args": ["a\0b"]}, "list of texts"),
         ({"args": ["--threads", "2"]}, "No script"),
