@@ -173,7 +173,7 @@ def test_what_a_node_may_be_used_for_has_limits():
     assert apply_limits(known, settings, {}).disk_bytes == apply_limits(unknown, settings, {}).disk_bytes == 5 * GIB
     assert apply_limits(known, settings, {}).cores == 2
     assert apply_limits(replace(NODES[1], disk_bytes=GIB), settings, {}).disk_bytes == GIB
-    with pytest.raises(UserError, match="service.toml: nodes.a.memory = 'much' cannot be used") as caught:
+    with pytest.raises(UserError, match=r"nodes\.a\.memory = 'much' cannot") as caught:
         parse_settings('[nodes.a]\nmemory = "much"', "service.toml", dict)
     assert "48G" in caught.value.why
 
