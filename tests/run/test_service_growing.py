@@ -63,7 +63,8 @@ def test_the_queue_has_the_cluster_grow_and_asks_for_nothing_when_that_is_done(b
     with growing_cluster(1, 2, most_nodes=0, has_addresses=True) as cluster:
         box.env |= cluster.env
         box.home.mkdir(exist_ok=True)
-        (box.home / "service.toml").write_text(SETTINGS.format(address=cluster.address))
+        settings = SETTINGS.format(address=cluster.address)
+        (box.home / "service.toml").write_text(settings)
         assert box.run("up", "--port", "0", "--json").returncode == 0
         try:
             wait_until(lambda: len(json.loads(box.run("nodes", "--json").stdout)["nodes"]) == 1)
@@ -76,6 +77,10 @@ def test_the_queue_has_the_cluster_grow_and_asks_for_nothing_when_that_is_done(b
                 lambda: "asked the cluster for 2 more nodes of 'node' (2 cores)" in queue(box, first)["why"], 30
             )
             wait_until(lambda: asked(box, cluster) == [{"CPU": 1.0}, {"CPU": 2.0}, {"CPU": 2.0}], 30)
+            (box.home / "service.toml").write_text(settings.partition("[grows")[0])
+            wait_until(lambda: asked(box, cluster) == [], 30)
+            (box.home / "service.toml").write_text(settings)
+            wait_until(lambda: len(asked(box, cluster)) == 3, 30)
             box.run("cancel", first)
             wait_until(lambda: asked(box, cluster) == [], 30)
             second = submit(box, "-n", "2", "--cores", "2", "--env", f"GO={go}")

@@ -10,7 +10,8 @@ from shoal.place.cluster import Node
 from shoal.place.traces.openb import read_nodes
 from shoal.spec.errors import UserError
 
-FORM = re.compile(r"(\d+)x(\d+)(?::([\w.-]+))?")
+FORM = re.compile(r"(\d{1,12})x(\d{1,12})(?::([\w.-]+))?", re.ASCII)
+MOST = {"count": 100_000, "gpus": 1024, "cores": 1e6, "memory_gib": 1e9}
 CORES_PER_GPU = 8.0
 GIB = 2**30
 
@@ -57,10 +58,12 @@ def _alike(first: int, facts: dict[str, Any], where: str) -> list[Node]:
     if unknown:
         raise UserError(f"{where}: a node has no {', '.join(sorted(unknown))}.", hint="docs/scheduling.md lists them")
     numbers = {"count": 1, "gpus": 0, "cores": 0, "memory_gib": 0} | facts
-    for name in ("count", "gpus", "cores", "memory_gib"):
-        value = numbers[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != value:
-            raise UserError(f"{where}: {name} is {value!r}.", hint="give it a number, 0 or more")
+    for name, most in MOST.items():
+        value, is_counted = numbers[name], name in ("count", "gpus")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most
+        if not is_number or (is_counted and value != int(value)):
+            what = "a whole number" if is_counted else "a number"
+            raise UserError(f"{where}: {name} is {value!r}.", hint=f"give it {what} from 0 to {most:,.0f}")
     gpus = int(numbers["gpus"])
     name = str(facts.get("name", ""))
     return [

@@ -6,6 +6,7 @@ a `Work` says how far it gets. Nothing is random, so the same input gives the sa
 """
 
 import heapq
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -159,8 +160,10 @@ class Simulation:
     ) -> None:
         if not setting.nodes:
             raise UserError("The cluster has no nodes.", hint="give it some, such as 16x4:t4")
-        if setting.round_seconds <= 0:
-            raise UserError(f"Rounds of {setting.round_seconds:g} s.", hint="give a number of seconds above 0")
+        if not 0 < setting.round_seconds < math.inf:
+            raise UserError(
+                f"Rounds of {setting.round_seconds:g} s do not work.", hint="give a number of seconds above 0"
+            )
         self.policy, self.setting, self.clock = policy, setting, clock
         self.nodes = {node.name: node for node in setting.nodes}
         coming = [(job.seen(), job) for job in work]

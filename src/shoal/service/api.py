@@ -34,6 +34,10 @@ MAX_KEY = 128
 _SHIELDS = [(name.encode(), value.encode()) for name, value in SHIELDS.items()]
 
 
+class NoJob(ShoalError):
+    """A number that no job has."""
+
+
 class Api:
     """What all requests share. Answers to a change come after it is on disk."""
 
@@ -200,7 +204,7 @@ class Api:
         shared, number = self.shared, parse_number(request.path_params["number"])
         job = shared.known.jobs.get(number) or await asyncio.to_thread(lambda: shared.reader.job(number))
         if job is None:
-            raise HTTPException(404, f"There is no job {number}.")
+            raise NoJob(f"There is no job {number}.", hint="`shoal queue --all` shows those there were")
         prospect, insight = shared.prospects.get(number), shared.learned.insights.get(number)
         told = telling.tell_job(
             job, shared.store.clock.now(), shared.waits.get(number), shared.seen.get(number), prospect
@@ -321,14 +325,15 @@ def _count(body: dict[str, Any], name: str) -> int | None:
 
 
 async def _tell_mistake(request: Request, error: Exception) -> Response:
-    status = {UserError: 400, Forbidden: 403, acts.Conflict: 409}.get(type(error), 500)  # type: ignore[arg-type]
+    status = {UserError: 400, Forbidden: 403, NoJob: 404, acts.Conflict: 409}.get(type(error), 500)  # type: ignore[arg-type]
     assert isinstance(error, ShoalError)
     return answer_error(request, UserError(error.message, why=error.why, hint=error.hint), status)
 
 
 async def _tell_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return answer_error(request, UserError(error.detail), error.status_code)
+    hint = "`/api/openapi.json` describes what can be asked" if error.status_code in (404, 405) else ""
+    return answer_error(request, UserError(error.detail, hint=hint), error.status_code)
 
 
 async def _tell_bug(request: Request, error: Exception) -> Response:

@@ -174,7 +174,7 @@ def read_asked(row: Mapping[str, Any]) -> Asked:
         job_class=job_class,
         priority=_whole(row, "priority", 0, -MAX_PRIORITY, MAX_PRIORITY) or 0,
         partition=_text(row, "partition", "default"),
-        account=_text(row, "account", ""),
+        account=_account(row),
         cores=_number(row, "cores", 1.0, 100_000.0),
         memory_bytes=_size(row, "memory"),
         disk_bytes=_size(row, "disk"),
@@ -249,6 +249,13 @@ def _gpus(row: Mapping[str, Any], num_workers: int) -> float:
     return gpus
 
 
+def _account(row: Mapping[str, Any]) -> str:
+    account = _text(row, "account", "")
+    if not account.isprintable():
+        raise UserError(f"account {clean(account)[:40]!r} cannot be used.", hint="such as lab, or lab/anna")
+    return account
+
+
 def _flag(row: Mapping[str, Any], name: str, default: bool) -> bool:
     value = row.get(name, default)
     if not isinstance(value, bool):
@@ -289,7 +296,8 @@ def _env(row: Mapping[str, Any]) -> dict[str, str]:
         is_text = isinstance(name, str) and isinstance(value, str)
         if not is_text or not name or "=" in name or "\0" in name + value or len(name) + len(value) > MAX_ARG_BYTES:
             raise UserError(
-                f"The variable {clean(str(name))[:60]!r} cannot be set.", why="it is no text, or too long"
+                f"The variable {clean(str(name))[:60]!r} cannot be set.",
+                why="its name is empty or has `=` in it, or it is no text, or too long",
             )
     return dict(env)
 

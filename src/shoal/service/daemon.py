@@ -153,7 +153,9 @@ def _listen(folder: str, host: str, port: int) -> socket.socket:
             listener.close()
             trouble = error
     raise UserError(
-        f"Cannot listen at {host}:{port}.", why=trouble.strerror or str(trouble), hint="choose another `--port`"
+        f"Cannot listen at {host}:{port}.",
+        why=trouble.strerror or str(trouble),
+        hint="choose another `--port`, or a `--host` that this machine has",
     )
 
 

@@ -323,8 +323,10 @@ class Dispatcher:
 
     def _hope_for_more(self, cluster: Cluster, waits: Mapping[int, Wait], now: float) -> Mapping[int, Wait]:
         """Have a cluster that grows asked for what jobs that wait lack; returns the reasons with that in them."""
-        growth, machines = self._shared.settings.growth, self._machines
-        if not growth or not machines.present:
+        settings, machines = self._shared.settings, self._machines
+        growth = settings.growth
+        # What was asked for is withdrawn where the settings say no more that the cluster grows.
+        if not settings.ray_address or not machines.present or not (growth or self._hope.wanted.nodes):
             return waits
         wanted = growing.find_wanted(cluster, waits, growth, machines.groups)
         self._hope = growing.go_on(self._hope, wanted, now)

@@ -62,7 +62,8 @@ def read_settings(home: str, policies: Callable[[], Mapping[str, object]]) -> Se
     except FileNotFoundError:
         return Settings()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read.", why=str(error)) from None
+        why = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"{path} cannot be read.", why=why) from None
     return parse_settings(text, path, policies)
 
 
@@ -121,11 +122,10 @@ def _partition(name: str, table: "_Table") -> Partition:
 
 def _limits(table: "_Table") -> NodeLimits:
     cores = table.number("cores", -1.0)
-    memory, disk = table.text("memory", ""), table.text("disk", "")
     found = NodeLimits(
         cores=None if cores < 0 else cores,
-        memory_bytes=parse_bytes(memory) if memory else None,
-        disk_bytes=parse_bytes(disk) if disk else None,
+        memory_bytes=table.size("memory"),
+        disk_bytes=table.size("disk"),
         gpus=table.count("gpus"),
         partition=table.text("partition", "default"),
         kind=table.text("kind", "") or None,
@@ -144,12 +144,12 @@ def _ray_address(table: "_Table") -> str:
 
 
 def _growth(name: str, table: "_Table") -> Growth:
-    memory, gpus = table.text("memory", ""), table.count("gpus") or 0
+    gpus = table.count("gpus") or 0
     node = Node(
         name=name,
         kind=table.text("kind", "gpu" if gpus else "cpu"),
         cores=table.number("cores", 0.0),
-        memory_bytes=parse_bytes(memory) if memory else 0,
+        memory_bytes=table.size("memory") or 0,
         gpus=gpus,
         partition=table.text("partition", "default"),
     )
@@ -231,6 +231,13 @@ class _Table:
         if value is not None and value < 0:
             raise self.wrong(name, "it is to be 0 or more")
         return value  # type: ignore[no-any-return]
+
+    def size(self, name: str) -> int | None:
+        text = self.text(name, "")
+        try:
+            return parse_bytes(text) if text else None
+        except UserError:
+            raise self.wrong(name, 'it is to be a size such as "48G"') from None
 
     def duration(self, name: str, default: float) -> float:
         value = self._get(name, (int, float, str), 'a duration such as "2h"', default)

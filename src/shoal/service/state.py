@@ -38,7 +38,9 @@ class Shared:
     waits: Mapping[int, Wait] = field(default_factory=dict)
     problems: Mapping[str, str] = field(default_factory=dict)
     decided_seconds: float = 0.0
+    # Whether jobs could ever fit, as the settings were that it was found with.
     _fits: dict[Any, UserError | None] = field(default_factory=dict)
+    _fits_by: Settings | None = None
     _local: threading.local = field(default_factory=threading.local)
 
     @property
@@ -60,17 +62,17 @@ class Shared:
 
     def check_fits(self, submission: Submission) -> None:
         """Raises UserError where a job could never start; says the largest that would."""
-        nodes = self.nodes
-        growth = {each.node.partition for each in self.settings.growth.values()}
-        names = {*self.settings.partition_names, *(node.partition for node in nodes), *growth}
+        nodes, settings = self.nodes, self.settings
+        growth = {each.node.partition for each in settings.growth.values()}
+        names = {*settings.partition_names, *(node.partition for node in nodes), *growth}
         for asked in dict.fromkeys(map(_shape, submission.jobs)):
             check_partition(asked, names)
-            key = (asked, nodes, self.settings.policy, id(self.settings))
+            key = (asked, nodes)
+            if self._fits_by is not settings or len(self._fits) > 10_000:
+                self._fits, self._fits_by = {}, settings
             if key not in self._fits:
-                if len(self._fits) > 10_000:
-                    self._fits.clear()
-                more = [node for _, node in may_be_there(self.settings.growth, {})]
-                self._fits[key] = _never(asked, (*nodes, *more) if nodes else (), self.settings)
+                more = [node for _, node in may_be_there(settings.growth, {})]
+                self._fits[key] = _never(asked, (*nodes, *more) if nodes else (), settings)
             problem = self._fits[key]
             if problem is not None:
                 raise UserError(problem.message, why=problem.why, hint=problem.hint)

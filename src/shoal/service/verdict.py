@@ -45,14 +45,17 @@ def judge(orders: Orders, facts: Facts) -> dict[str, Any]:
         late = (
             f"It did not end within {orders.grace_seconds:g} s and was killed; its newest checkpoint is an older one."
         )
-        return {"cause": CAUSE_OF[facts.why], "exit_code": code, "message": late if facts.was_killed else ""}
+        told = ["It was stopped at its time limit."] if facts.why == "time" else []
+        told += [late] if facts.was_killed else []
+        return {"cause": CAUSE_OF[facts.why], "exit_code": code, "message": " ".join(told)}
     if facts.failure.get("cause") == "lost_machine":
         message, machine = (str(facts.failure.get(name, "")) for name in ("message", "machine"))
         return {"cause": "lost", "exit_code": code, "message": message, "machine": machine}
     parts = [str(facts.failure[name]) for name in ("message", "why") if facts.failure.get(name)]
     message = ": ".join(part.rstrip(".") for part in parts) or f"It ended with code {code}"
     if not parts and facts.code < 0:
-        name = signal.Signals(-facts.code).name
+        number = -facts.code
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
         message = f"Its launcher was killed by {name}; `shoal requeue {orders.job}` goes on from what was saved"
     return {
         "cause": "failed",

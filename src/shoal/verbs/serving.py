@@ -8,6 +8,8 @@ from shoal.spec.errors import ShoalError, UserError
 from shoal.verb_parser import Parser
 from shoal.verbs.printing import many, put, say
 
+_HOST = "127.0.0.1"
+
 
 def up(argv: Sequence[str]) -> int:
     """`shoal up`: start the service here; with `--cluster`, begin a cluster of machines."""
@@ -21,9 +23,7 @@ def up(argv: Sequence[str]) -> int:
         "log out, and takes up its jobs again after a crash.",
         "[--host IP] [--port N] [--json]\n       shoal up --cluster [--invite] [OPTIONS]",
     )
-    parser.add_argument(
-        "--host", metavar="IP", default="127.0.0.1", help="where to listen (default: this machine only)"
-    )
+    parser.add_argument("--host", metavar="IP", default=_HOST, help="where to listen (default: this machine only)")
     parser.add_argument("--port", metavar="N", default="0", help="(default: 4647, or a free one)")
     parser.add_argument(
         "--cluster", action="store_true", help="join machines with Ray instead: `shoal up --cluster --help`"
@@ -47,7 +47,10 @@ def up(argv: Sequence[str]) -> int:
     num_jobs = sum(counts.values())
     status = "up" if is_there else "started again" if before else "started"
     told = f"the service is up already, at {found.address}" if is_there else f"the service is up, at {found.address}"
-    lines = [told + (f"; {many(num_jobs, 'job')} in the queue" if num_jobs else ""), ""]
+    lines = [told + (f"; {many(num_jobs, 'job')} in the queue" if num_jobs else "")]
+    if is_there and not _listens(found.address, host, port, is_default=options.host == _HOST):
+        lines += ["where it listens stays as it was: for another address `shoal down`, and then this again"]
+    lines += [""]
     lines += [
         "  shoal submit -n 2 train.py   put a job into the queue",
         "  shoal queue                  what became of it",
@@ -56,6 +59,13 @@ def up(argv: Sequence[str]) -> int:
     facts: dict[str, Any] = {"status": status, "address": found.address, "pid": found.pid, "num_jobs": num_jobs}
     put({**facts, "folder": folder}, options.json, "\n".join(lines))
     return 0
+
+
+def _listens(address: str, host: str, port: int, *, is_default: bool) -> bool:
+    """Whether a service at this address is where it was asked for. Pure."""
+    name, _, number = address.partition("://")[2].rpartition(":")
+    is_anywhere = host in ("0.0.0.0", "::") and address.startswith("https:")
+    return port in (0, int(number)) and (is_default or is_anywhere or name.strip("[]") == host)
 
 
 def _check_host(host: str) -> str:

@@ -86,7 +86,8 @@ def _settings(path: Path) -> Settings:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read.", why=str(error)) from None
+        why = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"{path} cannot be read.", why=why) from None
     return parse_settings(text, str(path), lambda: POLICIES)
 
 

@@ -191,6 +191,8 @@ def _tell(client: "Client", jobs: Sequence[int], options: argparse.Namespace) ->
         "logs": f"shoal logs job-{first} --follow",
         "cancel": f"shoal cancel {span}",
     }
+    if not _is_here():  # what it prints is kept where it runs
+        del commands["logs"]
     about = {"queue": "how far it is, and why", "logs": "what it prints, once it runs", "cancel": "end it"}
     head = f"job {first}" if len(jobs) == 1 else f"{many(len(jobs), 'job')}, {span}"
     text = [f"submitted {head}: {'it goes' if len(jobs) == 1 else 'they go'} on without this terminal", ""]

@@ -63,5 +63,8 @@ def test_everything_ends_under_every_policy_and_the_same_way_twice(name):
 def test_a_cluster_without_nodes_and_jobs_that_never_fit_are_told():
     with pytest.raises(UserError, match="no nodes"):
         simulate([job("a", 0, 1)], POLICIES["fifo"], Setting(nodes=()))
+    for seconds in (0.0, float("nan"), float("inf")):
+        with pytest.raises(UserError, match="do not work"):
+            simulate([job("a", 0, 1)], POLICIES["fifo"], Setting(nodes=nodes(1), round_seconds=seconds))
     with pytest.raises(UserError, match="can never start"):
         simulate([job("a", 0, 1, workers=9)], POLICIES["fifo"], Setting(nodes=nodes(1), round_seconds=3600))

@@ -31,6 +31,9 @@ def written(folder, text, name="trace.csv"):
         (HEADER + "a,0,5,1,1\nb,nan,5,1,1\n", "line 3, column 'submitted_at'"),
         (HEADER + "a,0,5,1.5,1\n", "column 'workers': 1.5 is not a whole number"),
         (HEADER + "a,0,-5,1,1\n", "column 'seconds': -5 is out of range"),
+        (HEADER + "a,0,5,1e18,1\n", "column 'workers': 1e.18 is out of range: at most 1e.09"),
+        ("submitted_at,seconds,speedup\n0,5,400\n", "column 'speedup': 400 is out of range: at most 10"),
+        ("submitted_at,seconds,memory_gib\n0,5,1e12\n", "column 'memory_gib': 1e.12 is out of range"),
         (HEADER + "a,0,5,1,1,9\n", "line 2: more cells"),
         (HEADER, "has no jobs"),
         ("id,when\na,0\n", "no trace of a known form"),
@@ -49,10 +52,26 @@ def test_csv_and_json_give_the_same_jobs(tmp_path):
     assert [job.seen() for job in one] == [job.seen() for job in other]
 
 
-@pytest.mark.parametrize("text", ["0x4:t4", "16by4", "", "4x4+", "none.toml"])
+@pytest.mark.parametrize(
+    "text", ["0x4:t4", "16by4", "", "4x4+", "none.toml", "999999999x4", "1x99999999", f"{9:05000}x1"]
+)
 def test_clusters_that_are_none_are_told(text):
     with pytest.raises(UserError):
         read_cluster(text)
+
+
+@pytest.mark.parametrize(
+    ("node", "said"),
+    [
+        ('"count": 1e400', "count is inf"),
+        ('"gpus": 1.5', "gpus is 1.5"),
+        ('"cores": 1e308', "cores is 1e.308"),
+        ('"memory_gib": NaN', "memory_gib is nan"),
+    ],
+)
+def test_nodes_that_cannot_be_are_told(tmp_path, node, said):
+    with pytest.raises(UserError, match=said):
+        read_cluster(str(written(tmp_path, f'{{"nodes": [{{{node}}}]}}', "c.json")))
 
 
 def test_clusters_as_text_and_as_file(tmp_path):

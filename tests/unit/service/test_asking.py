@@ -48,6 +48,8 @@ def test_options_of_the_launcher_stand_before_the_script_and_what_follows_is_its
         ({"name": "\x1b[31mred"}, "cannot be the name"),
         ({"name": "17"}, "cannot be the name"),
         ({"dir": "relative"}, "not a folder"),
+        ({"env": {"A=B": "c"}}, "'A=B' cannot be set"),
+        ({"account": "a\nb"}, "account 'a.{1,4}b' cannot be used"),
         ({"args": []}, "No script"),
         ({"args": ["a\0b"]}, "list of texts"),
         ({"args": ["--threads", "2"]}, "No script"),
@@ -171,6 +173,9 @@ def test_what_a_node_may_be_used_for_has_limits():
     assert apply_limits(known, settings, {}).disk_bytes == apply_limits(unknown, settings, {}).disk_bytes == 5 * GIB
     assert apply_limits(known, settings, {}).cores == 2
     assert apply_limits(replace(NODES[1], disk_bytes=GIB), settings, {}).disk_bytes == GIB
+    with pytest.raises(UserError, match=r"nodes\.a\.memory = 'much' cannot") as caught:
+        parse_settings('[nodes.a]\nmemory = "much"', "service.toml", dict)
+    assert "48G" in caught.value.why
 
 
 def test_so_many_links_that_the_service_would_be_busy_with_them_are_refused():

@@ -113,9 +113,15 @@ def test_a_failure_is_told_in_the_words_of_the_run() -> None:
 
 
 def test_who_kills_a_launcher_is_named_by_the_signal() -> None:
-    assert judge(ORDERS, Facts(code=-9))["message"].startswith(
-        "Its launcher was killed by SIGKILL; `shoal requeue 7`"
-    )
+    told = judge(ORDERS, Facts(code=-9))["message"]
+    assert told.startswith("Its launcher was killed by SIGKILL; `shoal requeue 7`")
+    assert "killed by signal 40;" in judge(ORDERS, Facts(code=-40))["message"]
+
+
+def test_a_time_limit_is_told() -> None:
+    assert judge(ORDERS, Facts(code=-15, why="time"))["message"] == "It was stopped at its time limit."
+    assert "is an older one" in judge(ORDERS, Facts(code=-9, why="time", was_killed=True))["message"]
+    assert judge(ORDERS, Facts(code=-15, why="preempt"))["message"] == ""
 
 
 def test_reserved_room_becomes_the_file(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from shoal import cli
 from shoal.service.api import Api
 from shoal.service.openapi import describe
 from shoal.spec.errors import UserError
+from shoal.verbs import serving
 from shoal.verbs.job_file import parse_jobs
 from shoal.verbs.printing import table
 from shoal.verbs.queueing import is_job, tell_change, tell_job, tell_queue
@@ -231,3 +232,19 @@ def test_one_job_is_told_with_what_was_decided_about_it_last_and_how_often_it_wa
         {**told, "num_preempted": 1, "max_preemptions": None, "stop_seconds": None}
     )
     assert "stopped    never for others" in tell_job({**told, "is_preemptible": False})
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "port", "is_there"),
+    [
+        ("http://127.0.0.1:4647", "127.0.0.1", 0, True),
+        ("https://10.0.0.7:4647", "127.0.0.1", 0, True),
+        ("https://10.0.0.7:4647", "0.0.0.0", 4647, True),
+        ("https://[::1]:4647", "::1", 0, True),
+        ("http://127.0.0.1:4647", "0.0.0.0", 0, False),
+        ("http://127.0.0.1:4647", "127.0.0.1", 5000, False),
+        ("https://10.0.0.7:4647", "10.0.0.8", 0, False),
+    ],
+)
+def test_who_asks_for_another_address_of_a_service_that_is_up_is_told(address, host, port, is_there):
+    assert serving._listens(address, host, port, is_default=host == "127.0.0.1") == is_there

@@ -9,6 +9,9 @@ from shoal.place.traces.table import Row, read_rows
 
 REQUIRED = ("submitted_at", "seconds")
 GIB = 2**30
+MOST = 1e9
+"""Workers, cores, GPUs and GiB are counted in 64 bits, with room for thousandths."""
+MOST_SPEEDUP = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +70,9 @@ def read_plain(path: Path, *, is_length_known: bool = True) -> list[PlainWork]:
 
 
 def _job(row: Row, is_length_known: bool) -> PlainWork:
-    workers = row.whole("workers", 1, least=1)
-    smallest = row.whole("min_workers", workers, least=1)
-    largest = row.whole("max_workers", max(workers, smallest), least=1)
+    workers = row.whole("workers", 1, least=1, most=MOST)
+    smallest = row.whole("min_workers", workers, least=1, most=MOST)
+    largest = row.whole("max_workers", max(workers, smallest), least=1, most=MOST)
     if smallest > largest:
         raise row.error("max_workers", f"{largest} is less than min_workers, {smallest}")
     job_class = row.text("class", "training")
@@ -78,14 +81,14 @@ def _job(row: Row, is_length_known: bool) -> PlainWork:
     kinds = row.text("kinds", "").replace("|", " ").split()
     limit = row.number("time_limit_seconds", 0.0)
     is_elastic = smallest < largest
-    rate = Power(row.number("speedup", 1.0))
+    rate = Power(row.number("speedup", 1.0, most=MOST_SPEEDUP))
     queued = Queued(
         id=row.text("id", f"job-{row.line}"),
         ask=Ask(
-            cores=row.number("cores", 1.0),
-            memory_bytes=int(row.number("memory_gib", 0.0) * GIB),
-            gpus=row.number("gpus", 0.0),
-            disk_bytes=int(row.number("disk_gib", 0.0) * GIB),
+            cores=row.number("cores", 1.0, most=MOST),
+            memory_bytes=int(row.number("memory_gib", 0.0, most=MOST) * GIB),
+            gpus=row.number("gpus", 0.0, most=MOST),
+            disk_bytes=int(row.number("disk_gib", 0.0, most=MOST) * GIB),
             kinds=frozenset(kinds),
         ),
         min_workers=smallest,

@@ -28,9 +28,15 @@ class Row:
         return str(value)
 
     def number(
-        self, column: str, otherwise: float | None = None, *, least: float = 0.0, above: float | None = None
+        self,
+        column: str,
+        otherwise: float | None = None,
+        *,
+        least: float = 0.0,
+        above: float | None = None,
+        most: float = math.inf,
     ) -> float:
-        """A finite number of at least `least`, or greater than `above`."""
+        """A finite number of at least `least`, or greater than `above`, and at most `most`."""
         value = self.values.get(column)
         if (value is None or value == "") and otherwise is not None:
             return otherwise
@@ -40,13 +46,14 @@ class Row:
             raise self.error(column, f"{str(value)!r} is not a number") from None
         if not math.isfinite(number):
             raise self.error(column, f"{value} is not a finite number")
-        if number < least or (above is not None and number <= above):
+        if not least <= number <= most or (above is not None and number <= above):
             limit = f"above {above:g}" if above is not None else f"{least:g} or more"
+            limit = f"at most {most:g}" if number > most else limit
             raise self.error(column, f"{number:g} is out of range: {limit} is needed")
         return number
 
-    def whole(self, column: str, otherwise: int | None = None, *, least: int = 0) -> int:
-        number = self.number(column, None if otherwise is None else float(otherwise), least=least)
+    def whole(self, column: str, otherwise: int | None = None, *, least: int = 0, most: float = math.inf) -> int:
+        number = self.number(column, None if otherwise is None else float(otherwise), least=least, most=most)
         if number != int(number):
             raise self.error(column, f"{number:g} is not a whole number")
         return int(number)
