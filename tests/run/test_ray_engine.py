@@ -209,6 +209,16 @@ def test_workers_lie_where_labels_resources_and_placement_say(box: Box) -> None:
         assert {first, second} <= {plain, attic, disk}
 
 
+def wait_for_port(port: int) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), 1.0).close()
+        except OSError:
+            assert time.monotonic() < deadline, "nobody listens there"
+            time.sleep(0.1)
+
+
 @pytest.mark.slow
 def test_a_launcher_outside_the_cluster_is_its_client(box: Box, clean: dict[str, Any]) -> None:
     """Through Ray's server for clients, with its token; agents call back to the launcher."""
@@ -216,6 +226,7 @@ def test_a_launcher_outside_the_cluster_is_its_client(box: Box, clean: dict[str,
         port = free.getsockname()[1]
     with ray_cluster() as cluster:
         cluster.add(2, "--ray-client-server-port", str(port))
+        wait_for_port(port)  # Ray starts that server after all others
         at = ("--address", f"ray://127.0.0.1:{port}")
         box.env |= cluster.env
         done = box.run("run", "-n", "1:2", *at, JOBS, "long", timeout=200)
