@@ -106,7 +106,7 @@ function meters(node: NodeFacts): HTMLElement[] {
     h("div", { class: isScarce && share > 0.92 ? "meter full" : "meter" }, h("span", { class: "quiet small" }, title), h("b", null, text), h("progress", { max: 1, value: Math.min(1, Math.max(0, share || 0)), "aria-label": `${title}: ${text}` }));
   const used = now.disk_total - now.disk_free;
   return [
-    meter("Processor", `${now.cpu.toFixed(1)} of ${now.cores} cores`, now.cpu / (now.cores || 1), false),
+    meter("Processor", `${Number(now.cpu.toFixed(1))} of ${now.cores} cores`, now.cpu / (now.cores || 1), false),
     meter("Memory", `${bytes(now.memory_used)} of ${bytes(now.memory_total)}`, now.memory_used / (now.memory_total || 1)),
     meter("Disk", `${bytes(now.disk_free)} free of ${bytes(now.disk_total)}`, used / (now.disk_total || 1)),
     h("div", { class: "meter" }, h("span", { class: "quiet small" }, "Network"), h("b", null, `${perSecond(now.net_in)} in`), h("span", { class: "small" }, `${perSecond(now.net_out)} out`)),
