@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from shoal.place.cluster import Allocation, Ask, Cluster, Devices, Node, Partition, Queued, may_be_stopped
 from shoal.place.decision import Decision, Lower, Place, Stop, Wait
-from shoal.service.job import FINISHED, OVER, RUNNING, STARTING, WAITING, Job, ask_of
+from shoal.service.job import CANCELLED, FAILED, FINISHED, RUNNING, STARTING, WAITING, Job, ask_of
 from shoal.service.learned import with_data
 from shoal.service.people import Person
 from shoal.service.settings import Settings
@@ -203,15 +203,22 @@ def blocked_by(job: Job, states: Mapping[int, str], room: int | None) -> str:
 
 
 def hopeless(jobs: Iterable[Job], states: Mapping[int, str]) -> list[tuple[int, int, str]]:
-    """Jobs that wait for one that is over and did not finish: (job, the other, what became of that)."""
-    found = []
+    """Jobs that wait for one that is over and did not finish, and those behind them: (job, the other, what became of
+    that)."""
+    followers: dict[int, list[int]] = {}
     for job in jobs:
         for number in job.asked.after if job.state == WAITING else ():
-            state = states.get(number, "is not known")
-            if state in OVER and state != FINISHED:
-                found.append((job.number, number, {"failed": "failed", "cancelled": "was cancelled"}[state]))
-                break
-    return found
+            followers.setdefault(number, []).append(job.number)
+    ends = {FAILED: "failed", CANCELLED: "was cancelled"}
+    ended = {number: ends[states[number]] for number in followers if states.get(number) in ends}
+    found: dict[int, tuple[int, int, str]] = {}
+    todo = list(ended)
+    for number in todo:  # it grows while it is gone through
+        for behind in followers.get(number, ()):
+            if behind not in found:
+                found[behind] = behind, number, ended.get(number, ends[CANCELLED])
+                todo.append(behind)
+    return list(found.values())
 
 
 def usage_of(rows: Iterable[Mapping[str, object]], now: float, half_life_seconds: float) -> dict[str, float]:

@@ -358,6 +358,10 @@ def test_why_a_job_cannot_start_whatever_is_free():
     assert blocked_by(after, {1: "finished", 2: "finished"}, None) == ""
     assert "no more workers" in blocked_by(job(1, min_workers=2), {}, 1)
     assert hopeless([after], {1: "finished", 2: "failed"}) == [(3, 2, "failed")]
+    chain = [job(6, after=(5, 4)), job(5, after=(3,)), after, job(7, after=(1,))]
+    cancelled = [(5, 3, "was cancelled"), (6, 5, "was cancelled")]
+    states = {1: "finished", 2: "failed", 3: "waiting"}
+    assert hopeless(chain, states) == [(3, 2, "failed"), *cancelled], "all at once"
 
 
 def test_what_people_used_counts_to_their_lab():
