@@ -39,6 +39,11 @@ export function brief(seconds: number | null | undefined): string {
   return size < 100 ? `${seconds.toPrecision(3)} s` : duration(seconds);
 }
 
+/** Memory as `--memory` takes it: powers of two. */
+export function gib(value: number): string {
+  return `${Number((value / 2 ** 30).toPrecision(3))} GiB`;
+}
+
 export function bytes(value: number | null | undefined): string {
   if (value === null || value === undefined) return "–";
   const units = ["B", "KB", "MB", "GB", "TB"];

@@ -2,7 +2,7 @@
 
 import { Live, ask } from "./api";
 import { type Child, bdi, empty, failure, fill, gentle, h, loading, prose } from "./dom";
-import { bytes, clock, count, duration, number, percent } from "./format";
+import { clock, count, duration, gib, number, percent } from "./format";
 import type { View } from "./types";
 
 type Job = {
@@ -147,7 +147,7 @@ function nodes(rows: Node[]): HTMLElement {
       h("td", null, node.is_alive ? (node.is_draining ? "draining" : node.jobs.length ? "busy" : "free") : "gone"),
       h("td", { class: "hide-narrow" }, bdi(node.partition)),
       h("td", { class: "number" }, `${number(node.free_cores)} of ${number(node.cores)}`),
-      h("td", { class: "number" }, `${bytes(Math.max(0, node.free_memory_bytes))} of ${bytes(node.memory_bytes)}`),
+      h("td", { class: "number" }, `${gib(Math.max(0, node.free_memory_bytes))} of ${gib(node.memory_bytes)}`),
       h("td", { class: "number hide-narrow" }, node.gpus ? `${number(node.free_gpus)} of ${number(node.gpus)}` : "–"),
       h("td", { class: "hide-narrow" }, node.jobs.map((held) => held.job).join(", ")),
     )));
