@@ -138,6 +138,11 @@ exec "$3" -c "{first}; raise SystemExit(agent.main())"
 """
 
 
+LEASE = 2.0
+"""Seconds, instead of ten: agents of some tests are told so, and launchers in the process of the tests."""
+AGENT = f"from shoal.engine import agent; agent.LEASE_SECONDS = {LEASE}"
+
+
 def mpirun_without_mpi(box: Box, first: str) -> None:
     """Let runs of this box find a `mpirun` that starts its agent here. `first` is what that does first."""
     mpirun = box.write("bin/mpirun", MPIRUN.format(first=first))

@@ -41,7 +41,8 @@ export function brief(seconds: number | null | undefined): string {
 
 /** Memory as `--memory` takes it: powers of two. */
 export function gib(value: number): string {
-  return `${Number((value / 2 ** 30).toPrecision(3))} GiB`;
+  const size = value / 2 ** 30;
+  return `${size < 999.5 ? Number(size.toPrecision(3)) : count(size)} GiB`;
 }
 
 export function bytes(value: number | null | undefined): string {

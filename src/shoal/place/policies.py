@@ -81,15 +81,16 @@ def _at_once(policy: Policy) -> Policy:
     return decide
 
 
-POLICIES: dict[str, Policy] = {
-    "fifo": _at_once(first_come),
-    "sjf": _at_once(shortest_first),
-    "srtf": _at_once(shortest_remaining_first),
-    "las": _at_once(least_attained_first),
-    "fair": _at_once(weighted_fair),
-    "finish": _at_once(finish_fair),
-    "goodput": _at_once(most_goodput),
+_POLICIES: dict[str, Policy] = {
+    "fifo": first_come,
+    "sjf": shortest_first,
+    "srtf": shortest_remaining_first,
+    "las": least_attained_first,
+    "fair": weighted_fair,
+    "finish": finish_fair,
+    "goodput": most_goodput,
 }
+POLICIES = {name: _at_once(policy) for name, policy in _POLICIES.items()}
 
 
 def _by_length(job: Queued) -> tuple[float, float, str]:

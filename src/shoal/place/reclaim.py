@@ -54,7 +54,7 @@ def reclaim(
 
 
 def _lower(giver: Queued, keep: int, peak: int, job: Queued) -> Lower:
-    used, had, left = (gib(each) for each in (peak, giver.ask.memory_bytes, keep))
+    used, had, left = map(gib, (peak, giver.ask.memory_bytes, keep))
     why = f"a worker of it uses {used} of {had}, and goes on with {left}: job {job.id} waits for memory"
     return Lower(job=giver.id, memory_bytes=keep, why=why)
 
